@@ -1,0 +1,2 @@
+//! The deepinfer command.
+fn main() {}

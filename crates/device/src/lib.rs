@@ -1,0 +1,12 @@
+//! Number formats, tensors and the operations of DeepSeek-V4.1, on a CPU and on NVIDIA GPUs.
+//!
+//! [`ops::Device`] lists every operation of the model with its contract; [`cpu::Cpu`] is the
+//! reference. A model is written once over that trait.
+
+pub mod error;
+pub mod ops;
+pub mod tensor;
+
+pub use error::DeviceError;
+pub use ops::Device;
+pub use tensor::{Element, Expert, Format, RowFormat, StoredMatrix};
