@@ -3,10 +3,12 @@
 //! [`ops::Device`] lists every operation of the model with its contract; [`cpu::Cpu`] is the
 //! reference. A model is written once over that trait.
 
+pub mod cpu;
 pub mod error;
 pub mod ops;
 pub mod tensor;
 
+pub use cpu::Cpu;
 pub use error::DeviceError;
 pub use ops::Device;
 pub use tensor::{Element, Expert, Format, RowFormat, StoredMatrix};

@@ -1,0 +1,50 @@
+//! The CPU as a device: the reference for every operation.
+
+pub mod isa;
+
+pub use isa::Isa;
+
+use crate::error::DeviceError;
+
+/// A CPU: a pool of threads and an instruction set.
+pub struct Cpu {
+    pool: rayon::ThreadPool,
+    isa: Isa,
+}
+
+impl Cpu {
+    /// A CPU with `threads` threads (all that the process may use if `None`) and the best
+    /// instruction set of the processor.
+    pub fn new(threads: Option<usize>) -> Result<Self, DeviceError> {
+        Self::with_isa(threads, Isa::detect())
+    }
+
+    /// The same with a plainer instruction set. One that the processor lacks is replaced by the
+    /// best that it has.
+    pub fn with_isa(threads: Option<usize>, isa: Isa) -> Result<Self, DeviceError> {
+        let threads = threads
+            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
+            .max(1);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("cpu-{i}"))
+            .build()
+            .map_err(|e| DeviceError::Threads { threads, reason: e.to_string() })?;
+        Ok(Self { pool, isa: isa.min(Isa::detect()) })
+    }
+
+    /// The instruction set in use; the processor has it.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The threads that operations run on.
+    pub fn pool(&self) -> &rayon::ThreadPool {
+        &self.pool
+    }
+
+    /// How many threads operations run on.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+}
