@@ -1,6 +1,9 @@
 //! The CPU as a device: the reference for every operation.
 
+mod dispatch;
 pub mod isa;
+pub mod math;
+pub mod philox;
 
 pub use isa::Isa;
 
