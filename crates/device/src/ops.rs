@@ -287,6 +287,14 @@ pub trait Device: Send + Sync + Sized + 'static {
         dst_offset: usize,
         len: usize,
     ) -> Result<()>;
+    /// Copies `len` elements inside a buffer. The ranges do not overlap.
+    fn copy_within<E: Element>(
+        &self,
+        buffer: &mut Self::Buffer<E>,
+        src_offset: usize,
+        dst_offset: usize,
+        len: usize,
+    ) -> Result<()>;
     /// Host activations, rounded to the device's type.
     fn upload_act(
         &self,
