@@ -1,1 +1,3 @@
-//! Engine.
+//! DeepSeek-V4.1 inference.
+
+pub mod plan;

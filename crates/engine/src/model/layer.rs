@@ -1,0 +1,80 @@
+//! One layer of the backbone.
+
+use super::attention::Attention;
+use super::batch::Batch;
+use super::experts::Experts;
+use super::memory::Memory;
+use super::probe::Probe;
+use super::scratch::Scratch;
+use super::streams::Site;
+use super::{Model, select};
+use crate::cache::Caches;
+use deepinfer_device::Device;
+use deepinfer_device::ops::Result;
+
+/// Weights of one layer, and its part in the model.
+pub struct Layer<D: Device> {
+    /// Number of the layer.
+    pub index: usize,
+    pub(super) memory: Option<Memory<D>>,
+    /// This layer's column in the draft features, if it is one of the draft targets.
+    pub(super) feature_column: Option<usize>,
+    /// Only kept rows go on from here (after this layer has published every row).
+    pub(super) starts_decoder: bool,
+    pub(super) attention_site: Site<D>,
+    pub(super) attention: Attention<D>,
+    pub(super) experts_site: Site<D>,
+    pub(super) experts: Experts<D>,
+}
+
+impl<D: Device> Model<D> {
+    pub(super) fn layer_forward(
+        &self,
+        device: &D,
+        layer: &Layer<D>,
+        caches: &mut Caches<D>,
+        batch: &mut Batch<D>,
+        s: &mut Scratch<D>,
+        probe: &mut impl Probe<D>,
+    ) -> Result<()> {
+        let l = layer.index;
+        let rows = batch.rows_now();
+        probe.before_layer(device, l, rows, s)?;
+        if let Some(memory) = &layer.memory {
+            memory.update(device, batch, s)?;
+            probe.after_memory(device, l, rows, s)?;
+        }
+        if let Some(column) = layer.feature_column {
+            let width = batch.feature_width;
+            device.streams_mean(&s.streams, &s.shape, rows, &mut s.features, width, column)?;
+        }
+
+        layer.attention_site.enter(device, rows, s)?;
+        if let Some(source) = &layer.attention.source {
+            source.publish(device, l, caches, batch, s)?;
+            probe.published(device, l, caches, batch)?;
+        }
+        if layer.starts_decoder {
+            batch.enter_decoder(device, s)?;
+        }
+        let rows = batch.rows_now();
+        layer.attention_site.mix(device, rows, s)?;
+        layer.attention.project(device, batch.set(), s)?;
+        if let Some(indexer) = &layer.attention.indexer {
+            select::select(device, indexer, caches, batch.set(), s)?;
+            probe.selected(device, l, rows, indexer, s)?;
+        }
+        layer.attention.attend(device, caches, l, batch.set(), s)?;
+        probe.attention_out(device, l, rows, s)?;
+        layer.attention_site.leave(device, rows, s)?;
+
+        layer.experts_site.enter(device, rows, s)?;
+        layer.experts_site.mix(device, rows, s)?;
+        layer.experts.route(device, batch.set(), rows, s)?;
+        probe.routed(device, l, rows, s)?;
+        layer.experts.forward(device, rows, s)?;
+        probe.experts_out(device, l, rows, s)?;
+        layer.experts_site.leave(device, rows, s)?;
+        probe.after_layer(device, l, rows, s)
+    }
+}
