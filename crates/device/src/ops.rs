@@ -213,6 +213,13 @@ pub struct SampleRow {
     pub min_p: f32,
 }
 
+impl SampleRow {
+    /// The largest logit wins.
+    pub const fn greedy() -> Self {
+        Self { seed: 0, position: 0, sample: 0, temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0 }
+    }
+}
+
 /// One count of a token in a row's text, for the penalties.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]

@@ -51,6 +51,10 @@ pub struct Stage<D: Device> {
 
 /// Work space of [`Model::draft_block`]. `N` is the most sequences, `B` the most tokens in a block.
 pub struct DraftScratch<D: Device> {
+    /// Sequences of the current block.
+    pub sequences: usize,
+    /// Width of the logits.
+    pub vocab: usize,
     /// `[N * B, H]`: collapsed states before the norm, sequence major.
     pub raw_hidden: D::Buffer<D::Act>,
     /// `[N * B, vocab]`: logits before the Markov head, sequence major.
@@ -76,6 +80,8 @@ impl<D: Device> DraftScratch<D> {
         let mut sequence_rows = device.alloc(n)?;
         device.upload(&(0..n as u32).collect::<Vec<_>>(), &mut sequence_rows, 0)?;
         Ok(Self {
+            sequences: 0,
+            vocab: v,
             raw_hidden: device.alloc(n * b * h)?,
             base_logits: device.alloc(n * b * v)?,
             logits: device.alloc(n * v)?,
@@ -176,6 +182,7 @@ impl<D: Device> DraftModel<D> {
         let n = sequences.len();
         let vocab = model.config.text_config.vocab_size;
         let hidden = s.shape.hidden;
+        drafts.sequences = n;
         let first: Vec<u32> = sequences.iter().map(|q| q.token).collect();
         device.upload(&first, &mut drafts.previous, 0)?;
         let mut tokens = vec![Vec::with_capacity(block); n];
