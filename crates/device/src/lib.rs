@@ -5,6 +5,7 @@
 
 pub mod cpu;
 pub mod error;
+pub mod formats;
 pub mod ops;
 pub mod tensor;
 
