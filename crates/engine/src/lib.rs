@@ -1,3 +1,5 @@
 //! DeepSeek-V4.1 inference.
 
+pub mod checkpoint;
+pub mod config;
 pub mod plan;
