@@ -1,9 +1,13 @@
 //! The CPU as a device: the reference for every operation.
 
 mod dispatch;
+pub mod experts;
 pub mod isa;
+mod lanes;
+pub mod linear;
 pub mod math;
 pub mod philox;
+mod scratch;
 
 pub use isa::Isa;
 

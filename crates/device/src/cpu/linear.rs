@@ -1,0 +1,234 @@
+//! Linear layers over weights in stored form, read in place.
+//!
+//! Every product follows the order of [`lanes`](super::lanes), whatever the number of rows, the
+//! threads and the instruction set.
+
+mod plain;
+
+use super::{Cpu, Isa, lanes, scratch};
+use crate::error::DeviceError;
+use crate::tensor::StoredMatrix;
+use rayon::prelude::*;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Rows that share one pass over the weights.
+const ROW_BLOCK: usize = 256;
+/// Weight rows in a unit of work. Tiles have as many.
+pub(crate) const PIECE: usize = 32;
+/// Multiply-adds below which a second thread does not pay.
+const SMALL: usize = 1 << 17;
+
+/// A weight matrix that this CPU reads where it lies.
+#[derive(Clone, Debug)]
+pub struct Weight(StoredMatrix);
+
+impl Weight {
+    /// Accepts a matrix whose bytes cover its shape.
+    pub fn new(m: StoredMatrix) -> Result<Self, DeviceError> {
+        let values = extent(m.rows, m.row_stride, m.format.row_bytes(m.cols));
+        let (scale_rows, groups) =
+            m.format.scale_shape(m.rows + m.scale_row0, m.cols).unwrap_or((0, 0));
+        let scales = extent(scale_rows, m.scale_stride, groups);
+        let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
+        if short(m.data.len(), values) || short(m.scale.len(), scales) {
+            let reason = format!(
+                "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
+                m.data.len(),
+                m.row_stride,
+                m.scale.len(),
+                m.scale_stride
+            );
+            let format = format!("{:?}", m.format);
+            let (rows, cols) = (m.rows, m.cols);
+            return Err(DeviceError::Unsupported { device: "cpu", format, rows, cols, reason });
+        }
+        Ok(Self(m))
+    }
+
+    /// The matrix as it is stored.
+    pub fn stored(&self) -> &StoredMatrix {
+        &self.0
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.0.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.0.cols
+    }
+}
+
+/// Bytes from the first to the end of the last of `rows` rows.
+fn extent(rows: usize, stride: usize, row: usize) -> Option<usize> {
+    match rows.checked_sub(1) {
+        None => Some(0),
+        Some(before) => before.checked_mul(stride)?.checked_add(row),
+    }
+}
+
+/// `out = x @ w^T`: `[rows, in] -> [rows, out features]`.
+///
+/// # Panics
+/// If `x` or `out` is shorter than that.
+pub fn linear(cpu: &Cpu, x: &[f32], w: &Weight, rows: usize, out: &mut [f32]) {
+    product(cpu, x, w, 1, 1.0, rows, out);
+}
+
+/// The same times `factor`.
+pub fn linear_f32(cpu: &Cpu, x: &[f32], w: &Weight, factor: f32, rows: usize, out: &mut [f32]) {
+    product(cpu, x, w, 1, factor, rows, out);
+}
+
+/// Block-diagonal product: `w` is `[groups * o, i]`, `x` is `[rows, groups * i]`; group `g` of the
+/// output `[rows, groups * o]` is rows `g*o..` of `w` times group `g` of `x`.
+///
+/// # Panics
+/// If `x` or `out` is shorter than that, or `groups` does not divide the rows of `w`.
+pub fn grouped_linear(
+    cpu: &Cpu,
+    x: &[f32],
+    w: &Weight,
+    groups: usize,
+    rows: usize,
+    out: &mut [f32],
+) {
+    product(cpu, x, w, groups, 1.0, rows, out);
+}
+
+fn product(
+    cpu: &Cpu,
+    x: &[f32],
+    w: &Weight,
+    groups: usize,
+    factor: f32,
+    rows: usize,
+    out: &mut [f32],
+) {
+    let (w, isa) = (&w.0, cpu.isa());
+    assert!(w.rows.is_multiple_of(groups), "{groups} groups in {w:?}");
+    let (o, x_width) = (w.rows / groups, groups * w.cols);
+    let (x, out) = (&x[..rows * x_width], &mut out[..rows * w.rows]);
+    if rows == 0 || w.rows == 0 {
+        return;
+    }
+    let views: Vec<_> = (0..groups).map(|g| w.row_range(g * o..(g + 1) * o)).collect();
+    let tasks: Vec<_> =
+        views.iter().enumerate().flat_map(|(g, w)| pieces(w).map(move |n| (g, w, n))).collect();
+    let padded = lanes::padded(w.format, w.cols);
+
+    let blocks = x.chunks((ROW_BLOCK * x_width).max(1)).zip(out.chunks_mut(ROW_BLOCK * w.rows));
+    for (x, out) in blocks {
+        let rows = out.len() / w.rows;
+        let columns = Columns::new(out, w.rows);
+        scratch::with(rows * groups * padded, |arranged| {
+            for (x, to) in x.chunks(w.cols.max(1)).zip(arranged.chunks_mut(padded.max(1))) {
+                lanes::arrange(w.format, x, to);
+            }
+            let arranged = &*arranged;
+            cpu.for_each(rows * w.rows * w.cols, &tasks, |(g, w, n)| {
+                let x = Rows::strided(&arranged[g * padded..], rows, groups * padded, padded);
+                scratch::with(rows * n.len(), |values| {
+                    block(isa, &x, w, n.clone(), values);
+                    if factor != 1.0 {
+                        values.iter_mut().for_each(|v| *v *= factor);
+                    }
+                    for (i, values) in values.chunks(n.len()).enumerate() {
+                        // SAFETY: each task has columns of its own.
+                        unsafe { columns.write(i, g * o + n.start, values) };
+                    }
+                });
+            });
+        });
+    }
+}
+
+/// The rows of a matrix in units of work, cut where tiles are.
+pub(crate) fn pieces(w: &StoredMatrix) -> impl Iterator<Item = Range<usize>> + use<> {
+    let (rows, before) = (w.rows, w.scale_row0);
+    (0..(rows + before).div_ceil(PIECE))
+        .map(move |t| (t * PIECE).saturating_sub(before)..((t + 1) * PIECE - before).min(rows))
+        .filter(|piece| !piece.is_empty())
+}
+
+impl Cpu {
+    /// Calls `f` for each task, on all threads if `work` multiply-adds are worth it.
+    pub(crate) fn for_each<T: Sync>(&self, work: usize, tasks: &[T], f: impl Fn(&T) + Send + Sync) {
+        if work < SMALL || self.threads() == 1 || tasks.len() < 2 {
+            tasks.iter().for_each(f);
+        } else {
+            self.pool().install(|| tasks.par_iter().with_max_len(1).for_each(f));
+        }
+    }
+}
+
+/// Rows in lane order.
+pub(crate) struct Rows<'a> {
+    data: &'a [f32],
+    len: usize,
+    stride: usize,
+    width: usize,
+    index: Option<&'a [u32]>,
+}
+
+impl<'a> Rows<'a> {
+    /// `len` rows of `width`, `stride` apart.
+    pub(crate) fn strided(data: &'a [f32], len: usize, stride: usize, width: usize) -> Self {
+        Self { data, len, stride, width, index: None }
+    }
+
+    /// Those rows of `width`, adjacent in `data`, that `index` names.
+    pub(crate) fn gathered(data: &'a [f32], index: &'a [u32], width: usize) -> Self {
+        Self { data, len: index.len(), stride: width, width, index: Some(index) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline(always)]
+    pub(crate) fn row(&self, i: usize) -> &'a [f32] {
+        let i = self.index.map_or(i, |index| index[i] as usize);
+        &self.data[i * self.stride..][..self.width]
+    }
+}
+
+/// A row-major matrix whose columns several threads write.
+pub(crate) struct Columns<'a> {
+    start: *mut f32,
+    len: usize,
+    width: usize,
+    of: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: the memory is borrowed exclusively; `write` makes its caller keep threads apart.
+unsafe impl Send for Columns<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Columns<'_> {}
+
+impl<'a> Columns<'a> {
+    pub(crate) fn new(data: &'a mut [f32], width: usize) -> Self {
+        Self { start: data.as_mut_ptr(), len: data.len(), width, of: PhantomData }
+    }
+
+    /// Writes `values` from column `column` of row `row` on.
+    ///
+    /// # Safety
+    /// No other thread writes these columns.
+    pub(crate) unsafe fn write(&self, row: usize, column: usize, values: &[f32]) {
+        let at = row * self.width + column;
+        assert!(column + values.len() <= self.width && at + values.len() <= self.len);
+        // SAFETY: in bounds by the assertion; nobody else touches it by the caller's promise.
+        unsafe { self.start.add(at).copy_from_nonoverlapping(values.as_ptr(), values.len()) };
+    }
+}
+
+/// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`. `x` is in the lane order of the
+/// format of `w`; `n` is one of its [`pieces`].
+pub(crate) fn block(isa: Isa, x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
+    let _ = isa;
+    plain::block(x, w, n, out);
+}
