@@ -576,9 +576,9 @@ pub trait Device: Send + Sync + Sized + 'static {
     ) -> Result<()>;
     /// For stream s of a row with key `k_s` and value `v` (`kv` is `[rows, S + 1, H]`: keys, then
     /// the value): `dot = <stream_s * weight_s, k_s> * rsqrt(mean(stream_s^2) + eps) *
-    /// rsqrt(mean(k_s^2) + eps) * H^-0.5`; `stream_s += sigmoid(sign(dot) * sqrt(max(|dot|, 1e-6)))
-    /// * v`. `weight` is `[S, H]`, the product of the two norm weights. Rows with `image` 1 are left
-    /// alone.
+    /// rsqrt(mean(k_s^2) + eps) * H^-0.5`, `gate = sigmoid(sign(dot) * sqrt(max(|dot|, 1e-6)))`
+    /// with `sign(0) = 0`, and `stream_s += gate * v`. `weight` is `[S, H]`, the product of the two
+    /// norm weights. Rows with `image` 1 are left alone.
     fn engram_update(
         &self,
         streams: &mut Self::Buffer<Self::Act>,
@@ -601,7 +601,8 @@ pub trait Device: Send + Sync + Sized + 'static {
         rows: usize,
         out: &mut Self::Buffer<Self::Act>,
     ) -> Result<()>;
-    /// `out[out_row0 + i] += x[i]` for `rows` rows of `width` f32.
+    /// `out[out_rows[i]] += x[i]` for `rows` rows of `width` f32, `i` ascending. [`ABSENT`] is
+    /// skipped.
     fn add_rows_f32(
         &self,
         x: &Self::Buffer<f32>,
@@ -611,7 +612,8 @@ pub trait Device: Send + Sync + Sized + 'static {
         out_rows: &Self::Buffer<u32>,
     ) -> Result<()>;
     /// Applies penalties to logits `[rows, vocab]`, in place: `counts` lists every token that occurs
-    /// in a row's text, once.
+    /// in a row's text, once. `penalties` is by row of the logits. First the repetition penalty,
+    /// then `frequency * generated`, then `presence` is subtracted.
     fn penalize(
         &self,
         logits: &mut Self::Buffer<f32>,
@@ -636,8 +638,20 @@ pub trait Device: Send + Sync + Sized + 'static {
         mask: &[u32],
     ) -> Result<()>;
     /// Chooses a token for each row of logits `[rows, vocab]` (processed above, not yet divided by
-    /// the temperature): `argmax(x / T + g(seed, sample, position, token))` over the tokens that
-    /// survive top-k, top-p and min-p, the lower id on ties. `tokens` is `[rows]`.
+    /// the temperature); `tokens` is `[rows]`. At temperature 0 (or below) the largest logit wins,
+    /// without filters or noise. Otherwise, with `x = (logit - largest logit) / T`, the token is
+    /// `argmax(x + g(seed, sample, position, token))` over the tokens that survive all filters. The
+    /// lower id wins ties.
+    ///
+    /// Filters cut the order (logit descending, id ascending; zeros are equal), each on its own:
+    /// top-k keeps the first `k`; top-p keeps a token iff the mass strictly before it does not
+    /// exceed `p`; min-p keeps a token iff `e^x >= min_p`. The best token always survives. A token's
+    /// mass is the integer `floor(e^x * 2^40)`, over the sum of all; `p` counts in steps of 2^-32.
+    /// `g = -ln(-ln(u))` is Gumbel noise of the first two words of Philox4x32-10 with key = seed and
+    /// counter = (position, token, sample, 0).
+    ///
+    /// Tokens whose logit is negative infinity or NaN are never chosen; a row without any other
+    /// yields [`ABSENT`].
     fn sample(
         &self,
         logits: &Self::Buffer<f32>,

@@ -3,13 +3,24 @@
 use bytes::Bytes;
 use std::ops::Range;
 
-/// A type that device buffers hold.
-pub trait Element: Copy + Default + Send + Sync + PartialEq + std::fmt::Debug + 'static {}
-impl Element for f32 {}
-impl Element for half::bf16 {}
-impl Element for u8 {}
-impl Element for u32 {}
-impl Element for u64 {}
+/// A type that device buffers hold: plain data, of which all-zero bytes are the default. Sealed.
+pub trait Element:
+    Copy + Default + Send + Sync + PartialEq + std::fmt::Debug + sealed::Plain + 'static
+{
+}
+
+mod sealed {
+    /// Types whose every byte pattern is a value.
+    pub trait Plain {}
+}
+
+macro_rules! elements {
+    ($($ty:ty),*) => {$(
+        impl sealed::Plain for $ty {}
+        impl Element for $ty {}
+    )*};
+}
+elements!(f32, half::bf16, u8, u32, u64);
 
 /// How the numbers of a weight matrix are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -74,9 +74,3 @@ pub(crate) fn dot(x: &[f32], y: &[f32]) -> f32 {
     }
     tree(acc)
 }
-
-/// `sum x[i]^2`, in the order of [`dot`].
-#[inline(always)]
-pub(crate) fn sum_squares(x: &[f32]) -> f32 {
-    dot(x, x)
-}
