@@ -433,8 +433,9 @@ fn known_only(section: &str, fields: &Map<String, Value>) -> Result<(), ConfigEr
         };
         let field = format!("{section}{name}");
         if let Some((_, supported)) = FIXED.iter().find(|(fixed, _)| fixed == name) {
-            let same = value.to_string() == *supported
-                || value.as_f64().is_some_and(|v| supported.parse() == Ok(v));
+            let text = value.to_string();
+            let same =
+                text == *supported || value.as_f64().is_some_and(|v| supported.parse() == Ok(v));
             if !same && !value.is_null() {
                 let (found, supported) = (value.to_string(), (*supported).to_owned());
                 return Err(ConfigError::Unsupported { field, found, supported });
