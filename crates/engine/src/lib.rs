@@ -1,5 +1,12 @@
 //! DeepSeek-V4.1 inference.
 
+pub mod cache;
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
+pub mod engram;
+pub mod model;
 pub mod plan;
+pub mod session;
+pub mod settings;
+pub mod tokenizer;

@@ -39,17 +39,17 @@ impl<D: Device> Session<D> {
         rows: usize,
     ) -> Result<Self> {
         let text = &model.config.text_config;
+        let d: &D = &device;
         let geometry = Geometry::new(text, text.dspark_block_size + 1);
         let pages_each = geometry.pages_for(tokens).max(1);
         let block = text.dspark_block_size;
         let rows = rows.max(slots * (block + 1));
         let limits = Limits { rows, sequences: slots, outputs: rows, pages: pages_each };
-        let batch = Batch::new(&device, text, &geometry, &limits)?;
-        let caches =
-            Caches::new(&device, text, format, geometry, slots, slots * pages_each)?;
-        let scratch = Scratch::new(&device, text, caches.formats, &limits)?;
+        let batch = Batch::new(d, text, &geometry, &limits)?;
+        let caches = Caches::new(d, text, format, geometry, slots, slots * pages_each)?;
+        let scratch = Scratch::new(d, text, caches.formats, &limits)?;
         let drafts = match model.draft {
-            Some(_) => Some(DraftScratch::new(&device, text, &limits)?),
+            Some(_) => Some(DraftScratch::new(d, text, &limits)?),
             None => None,
         };
         let texts = vec![Vec::new(); slots];

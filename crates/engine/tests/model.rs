@@ -120,7 +120,8 @@ fn rejected_drafts_leave_no_trace() {
 
 #[test]
 fn drafting_depends_on_the_sequence_alone() {
-    let texts: Vec<Vec<u32>> = (0..3).map(|i| random_tokens(20 + i, 13 + 20 * i as usize, VOCAB)).collect();
+    let texts: Vec<Vec<u32>> =
+        (0..3).map(|i| random_tokens(20 + i, 13 + 20 * i as usize, VOCAB)).collect();
     for format in FORMATS {
         let draft = |s: &mut Session<Cpu>, slots: &[usize]| {
             let pairs: Vec<_> = slots.iter().map(|&slot| (slot, 7 + slot as u32)).collect();

@@ -23,9 +23,7 @@ impl CacheFormat {
                 compressed: RowFormat::Nvfp4x16,
                 index: RowFormat::Mxfp4x32,
             },
-            CacheFormat::Exact => {
-                RowFormats { window: exact, compressed: exact, index: exact }
-            }
+            CacheFormat::Exact => RowFormats { window: exact, compressed: exact, index: exact },
         }
     }
 }

@@ -30,7 +30,13 @@ impl<D: Device> Caches<D> {
     }
 
     /// Copies `slot` and `pages` to the host.
-    pub fn snapshot(&self, device: &D, slot: u32, pages: &[u32], position: u32) -> Result<Snapshot> {
+    pub fn snapshot(
+        &self,
+        device: &D,
+        slot: u32,
+        pages: &[u32],
+        position: u32,
+    ) -> Result<Snapshot> {
         let mut out = Snapshot { position, ..Snapshot::default() };
         let ring = self.ring_bytes();
         for buffer in self.windows.iter().chain(&self.draft_windows) {
@@ -54,7 +60,13 @@ impl<D: Device> Caches<D> {
     ///
     /// # Panics
     /// If the snapshot comes from caches of other sizes or has another number of pages.
-    pub fn restore(&mut self, device: &D, snapshot: &Snapshot, slot: u32, pages: &[u32]) -> Result<()> {
+    pub fn restore(
+        &mut self,
+        device: &D,
+        snapshot: &Snapshot,
+        slot: u32,
+        pages: &[u32],
+    ) -> Result<()> {
         assert_eq!(snapshot.slot.len(), self.slot_bytes(), "snapshot of other caches");
         assert_eq!(snapshot.pages.len(), pages.len(), "pages to restore");
         let ring = self.ring_bytes();

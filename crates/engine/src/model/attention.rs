@@ -9,7 +9,7 @@ use super::scratch::Scratch;
 use super::select::Indexer;
 use crate::cache::Caches;
 use deepinfer_device::Device;
-use deepinfer_device::ops::{Attention as Attend, Result, Selected, WindowRows};
+use deepinfer_device::ops::{Attention as Attend, PagedRows, Result, Selected, WindowRows};
 
 /// Sizes that every layer shares.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -102,28 +102,28 @@ impl<D: Device> Attention<D> {
         set: &RowSet<D>,
         s: &mut Scratch<D>,
     ) -> Result<()> {
-        let selected = self.reads.and_then(|owner| {
-            let keys = caches.compressed(owner)?;
-            Some(Selected { indices: &s.selected, k: s.selected_k, keys })
-        });
-        self.attend_rows(device, &caches.windows[layer], caches.ring_len, selected, set, s)?;
+        let keys = self.reads.and_then(|owner| caches.compressed(owner));
+        self.attend_rows(device, &caches.windows[layer], caches.ring_len, keys, set, s)?;
         let width = s.formats.window.row_bytes(self.shape.head_dim);
         let ring = &mut caches.windows[layer];
         device.scatter_rows(&s.fresh, width, &set.ring_rows, set.map.rows, ring)
     }
 
-    /// Attention over a ring, `scratch.fresh` and selected rows, and the output projection.
+    /// Attention over a ring, `scratch.fresh` and the rows of `keys` that `scratch.selected` names,
+    /// and the output projection.
     pub fn attend_rows(
         &self,
         device: &D,
         ring: &D::Buffer<u8>,
         ring_len: usize,
-        selected: Option<Selected<'_, D>>,
+        keys: Option<PagedRows<'_, D>>,
         set: &RowSet<D>,
         s: &mut Scratch<D>,
     ) -> Result<()> {
         let c = &self.shape;
         let rows = set.map.rows;
+        let indices = &s.selected;
+        let selected = keys.map(|keys| Selected { indices, k: s.selected_k, keys });
         let args = Attend {
             q: &s.q,
             heads: c.heads,

@@ -1,6 +1,7 @@
 //! Inputs of a step on the device: what a [`StepPlan`] says, row by row.
 
 use super::Model;
+use super::memory;
 use super::rope::{Rope, push_angles};
 use super::scratch::Scratch;
 use crate::cache::Geometry;
@@ -165,12 +166,7 @@ pub struct Batch<D: Device> {
 
 impl<D: Device> Batch<D> {
     /// Buffers for steps within `limits`.
-    pub fn new(
-        device: &D,
-        c: &TextConfig,
-        geometry: &Geometry,
-        limits: &Limits,
-    ) -> Result<Self> {
+    pub fn new(device: &D, c: &TextConfig, geometry: &Geometry, limits: &Limits) -> Result<Self> {
         let t = limits.rows;
         let pairs = c.qk_rope_head_dim / 2;
         let columns = c.hash_columns();
@@ -288,7 +284,9 @@ impl<D: Device> Batch<D> {
             }
             embeddings.extend_from_slice(&q.embeddings);
             outputs.extend(q.outputs.iter().map(|&o| kept_before + (start + o - from)));
-            model.ngrams.push_rows(q, &mut self.memory_row_ids);
+            if let Some(engram) = &model.engram {
+                memory::push_rows(engram, q, image_token, &mut self.memory_row_ids);
+            }
             let at = i * self.limits.pages;
             device.upload(&q.pages, &mut self.encoder.map.pages, at)?;
             device.upload(&q.pages, &mut self.decoder.map.pages, at)?;

@@ -1,12 +1,12 @@
 //! DSpark: a small chain of layers proposes a block of tokens in one pass; a Markov head makes each
 //! proposal depend on the one before it, and a confidence head says how likely it is to be accepted.
 
+use super::Model;
 use super::attention::Attention;
 use super::batch::{Batch, Limits};
 use super::experts::Experts;
 use super::scratch::Scratch;
 use super::streams::Site;
-use super::Model;
 use crate::cache::Caches;
 use crate::config::TextConfig;
 use crate::plan::DraftSequence;

@@ -4,15 +4,14 @@ use super::attention::{Attention, AttentionShape, Source};
 use super::draft::{DraftModel, Stage};
 use super::experts::Experts;
 use super::memory::Memory;
-use super::ngrams::Ngrams;
 use super::rope::Rope;
 use super::select::{CandidateRole, Indexer};
 use super::streams::Site;
 use super::{Layer, Model};
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::config::{ModelConfig, TextConfig};
-use crate::engram::EngramError;
-use crate::tokenizer::Tokenizer;
+use crate::engram::Engram;
+
 use deepinfer_device::ops::{CandidateShape, MixWeights};
 use deepinfer_device::{Device, DeviceError, Expert};
 
@@ -22,9 +21,6 @@ pub enum LoadError {
     /// The checkpoint is damaged or is not what its configuration says.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The tokenizer does not give the n-gram memory that the checkpoint was trained with.
-    #[error(transparent)]
-    Engram(#[from] EngramError),
     /// The device refused a weight.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -37,11 +33,12 @@ pub type Progress<'a> = &'a mut dyn FnMut(usize, usize);
 
 impl<D: Device> Model<D> {
     /// Builds a model from an opened checkpoint; consumes every tensor of the language model and
-    /// of the draft stages, and skips the vision tower on purpose.
+    /// of the draft stages, and skips the vision tower on purpose. `engram` is the n-gram front end
+    /// of the checkpoint's configuration and tokenizer.
     pub fn load(
         device: &D,
         checkpoint: &mut Checkpoint,
-        tokenizer: &Tokenizer,
+        engram: Option<Engram>,
         progress: Progress<'_>,
     ) -> Result<Self> {
         let config = checkpoint.config().clone();
@@ -49,8 +46,7 @@ impl<D: Device> Model<D> {
         let (h, v) = (c.hidden_size, c.vocab_size);
         let stages = c.num_nextn_predict_layers;
         let parts = c.num_hidden_layers + stages + 1;
-        let ngrams = Ngrams::new(c, config.image_token_id, tokenizer)?;
-        let mut loader = Loader { device, checkpoint, config: &config, ngrams: &ngrams };
+        let mut loader = Loader { device, checkpoint, config: &config, engram: engram.as_ref() };
 
         let embed = loader.matrix("embed.weight", v, h)?;
         let head = loader.matrix("head.weight", v, h)?;
@@ -67,7 +63,7 @@ impl<D: Device> Model<D> {
         };
         checkpoint.finish(&["vision.", "aligner.", "image_start", "image_end", "image_newline"])?;
         let rope = Rope::new(c);
-        Ok(Self { embed, layers, norm, head, draft, ngrams, rope, config })
+        Ok(Self { embed, layers, norm, head, draft, engram, rope, config })
     }
 }
 
@@ -75,7 +71,7 @@ struct Loader<'a, D: Device> {
     device: &'a D,
     checkpoint: &'a mut Checkpoint,
     config: &'a ModelConfig,
-    ngrams: &'a Ngrams,
+    engram: Option<&'a Engram>,
 }
 
 impl<D: Device> Loader<'_, D> {
@@ -173,7 +169,8 @@ impl<D: Device> Loader<'_, D> {
     fn source(&mut self, prefix: &str, index: usize) -> Result<Source<D>> {
         let c = self.c();
         let (h, d, i) = (c.hidden_size, c.head_dim, c.index_head_dim);
-        let (ratio, rope_dims, eps) = (c.compress_ratios[index], c.qk_rope_head_dim, c.rms_norm_eps);
+        let (ratio, rope_dims, eps) =
+            (c.compress_ratios[index], c.qk_rope_head_dim, c.rms_norm_eps);
         let p = format!("{prefix}.attn");
         let gate = format!("{p}.compressor.wgate.weight");
         Ok(Source {
@@ -264,7 +261,7 @@ impl<D: Device> Loader<'_, D> {
         let Some(ordinal) = c.engram_index(index) else { return Ok(None) };
         let (h, s) = (c.hidden_size, c.hc_mult);
         let (columns, width) = (c.hash_columns(), c.engram_head_dim);
-        let rows = self.ngrams.table_rows(ordinal);
+        let rows = self.engram.map_or(0, |e| e.hasher.layers()[ordinal].table_rows()) as usize;
         let p = format!("{prefix}.engram");
         let q = self.checkpoint.take_vector(&format!("{p}.q_weight"), s * h)?;
         let k = self.checkpoint.take_vector(&format!("{p}.k_weight"), s * h)?;

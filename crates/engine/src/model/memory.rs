@@ -3,6 +3,8 @@
 use super::Model;
 use super::batch::Batch;
 use super::scratch::Scratch;
+use crate::engram::Engram;
+use crate::plan::PlanSequence;
 use deepinfer_device::Device;
 use deepinfer_device::ops::Result;
 
@@ -28,14 +30,7 @@ impl<D: Device> Memory<D> {
         let ids = &batch.memory_rows[self.ordinal];
         device.engram_gather(&self.table, ids, rows * self.columns, &mut s.memory)?;
         device.linear(&s.memory, &self.wkv, rows, &mut s.memory_kv)?;
-        device.engram_update(
-            &mut s.streams,
-            &s.memory_kv,
-            &self.weight,
-            &set.image,
-            &s.shape,
-            rows,
-        )
+        device.engram_update(&mut s.streams, &s.memory_kv, &self.weight, &set.image, &s.shape, rows)
     }
 }
 
@@ -44,6 +39,30 @@ impl<D: Device> Model<D> {
     pub(super) fn memory_prefetch(&self, device: &D, batch: &Batch<D>) {
         for memory in self.layers.iter().filter_map(|l| l.memory.as_ref()) {
             device.engram_prefetch(&memory.table, &batch.memory_row_ids[memory.ordinal]);
+        }
+    }
+}
+
+/// Appends the table rows that a sequence's rows look up, for every n-gram memory: `[rows, columns]`.
+pub fn push_rows(
+    engram: &Engram,
+    q: &PlanSequence,
+    image_token: Option<u32>,
+    out: &mut [Vec<u64>],
+) {
+    let hasher = &engram.hasher;
+    let text = |i: usize| q.context.get(i).unwrap_or_else(|| &q.tokens[i - q.context.len()]);
+    let mut window = vec![hasher.pad(); hasher.window_len()];
+    for row in 0..q.tokens.len() {
+        let newest_first = (0..=q.context.len() + row).rev().map(|i| {
+            let token = *text(i);
+            (Some(token) != image_token).then(|| engram.compress(token))
+        });
+        hasher.fill_window(newest_first, &mut window);
+        for (ordinal, rows) in out.iter_mut().enumerate() {
+            let at = rows.len();
+            rows.resize(at + hasher.columns(), 0);
+            hasher.rows(ordinal, &window, &mut rows[at..]);
         }
     }
 }

@@ -13,7 +13,6 @@ mod experts;
 mod layer;
 mod load;
 mod memory;
-mod ngrams;
 mod probe;
 mod rope;
 mod scratch;
@@ -27,10 +26,10 @@ pub use scratch::Scratch;
 
 use crate::cache::Caches;
 use crate::config::ModelConfig;
+use crate::engram::Engram;
 use crate::plan::StepPlan;
 use deepinfer_device::Device;
 use deepinfer_device::ops::Result;
-use ngrams::Ngrams;
 use rope::Rope;
 
 /// A loaded model. Immutable; everything that changes is in [`Caches`], [`Batch`] and [`Scratch`].
@@ -43,7 +42,7 @@ pub struct Model<D: Device> {
     head: D::Matrix,
     /// Draft stages, if the checkpoint has them.
     pub draft: Option<draft::DraftModel<D>>,
-    ngrams: Ngrams,
+    engram: Option<Engram>,
     rope: Rope,
 }
 
@@ -113,8 +112,8 @@ impl<D: Device> Model<D> {
         &self.layers
     }
 
-    /// The n-gram front end (token map and hashes).
-    pub fn ngrams(&self) -> &Ngrams {
-        &self.ngrams
+    /// The n-gram front end, in models with n-gram memories.
+    pub fn engram(&self) -> Option<&Engram> {
+        self.engram.as_ref()
     }
 }

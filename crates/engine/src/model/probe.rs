@@ -12,23 +12,54 @@ use deepinfer_device::ops::Result;
 /// number of rows that walk through the layer at that point.
 pub trait Probe<D: Device> {
     /// Before anything of a layer: `s.streams`, `s.mix.pre`.
-    fn before_layer(&mut self, _d: &D, _layer: usize, _rows: usize, _s: &mut Scratch<D>) -> Result<()> {
+    fn before_layer(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// After a layer's n-gram memory: `s.streams`.
-    fn after_memory(&mut self, _d: &D, _layer: usize, _rows: usize, _s: &mut Scratch<D>) -> Result<()> {
+    fn after_memory(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// After a source layer has stored its compressed rows and index keys.
-    fn published(&mut self, _d: &D, _layer: usize, _caches: &mut Caches<D>, _batch: &Batch<D>) -> Result<()> {
+    fn published(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _caches: &mut Caches<D>,
+        _batch: &Batch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// After an indexer's choice: `s.selected`, `s.candidates`.
-    fn selected(&mut self, _d: &D, _layer: usize, _rows: usize, _indexer: &Indexer<D>, _s: &mut Scratch<D>) -> Result<()> {
+    fn selected(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _indexer: &Indexer<D>,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// Output of the attention sublayer: `s.y`.
-    fn attention_out(&mut self, _d: &D, _layer: usize, _rows: usize, _s: &mut Scratch<D>) -> Result<()> {
+    fn attention_out(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// After the choice of experts: `s.expert_ids`, `s.expert_weights`.
@@ -36,11 +67,23 @@ pub trait Probe<D: Device> {
         Ok(())
     }
     /// Output of the experts sublayer: `s.y`.
-    fn experts_out(&mut self, _d: &D, _layer: usize, _rows: usize, _s: &mut Scratch<D>) -> Result<()> {
+    fn experts_out(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// At a layer's end: `s.streams`, `s.mix.pre`.
-    fn after_layer(&mut self, _d: &D, _layer: usize, _rows: usize, _s: &mut Scratch<D>) -> Result<()> {
+    fn after_layer(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
         Ok(())
     }
     /// The normalized hidden state of the output rows, `[outputs, H]`.

@@ -85,12 +85,7 @@ pub struct Scratch<D: Device> {
 
 impl<D: Device> Scratch<D> {
     /// Allocates everything for steps within `limits`.
-    pub fn new(
-        device: &D,
-        c: &TextConfig,
-        formats: RowFormats,
-        limits: &Limits,
-    ) -> Result<Self> {
+    pub fn new(device: &D, c: &TextConfig, formats: RowFormats, limits: &Limits) -> Result<Self> {
         let t = limits.rows;
         let shape = StreamShape {
             streams: c.hc_mult,
@@ -107,10 +102,8 @@ impl<D: Device> Scratch<D> {
         let slots = c.num_experts_per_tok.max(c.dspark_num_experts_per_tok);
         let features = c.dspark_target_layer_ids.len() * h;
         let memory = c.hash_columns() * c.engram_head_dim;
-        let widest = formats
-            .compressed
-            .row_bytes(c.head_dim)
-            .max(formats.index.row_bytes(c.index_head_dim));
+        let widest =
+            formats.compressed.row_bytes(c.head_dim).max(formats.index.row_bytes(c.index_head_dim));
         let mut start = vec![0.0f32; t * s];
         start.iter_mut().step_by(s).for_each(|x| *x = 1.0);
         let mut pre_start = f32s(s)?;

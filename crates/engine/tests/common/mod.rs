@@ -3,6 +3,7 @@
 
 use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Source};
+use deepinfer::engram::Engram;
 use deepinfer::model::Model;
 use deepinfer::session::Session;
 use deepinfer::tokenizer::Tokenizer;
@@ -18,11 +19,11 @@ pub fn testdata(name: &str) -> PathBuf {
 /// The model in `folder` on `threads` threads.
 pub fn load(folder: &Path, threads: usize) -> (Arc<Cpu>, Arc<Model<Cpu>>) {
     let cpu = Cpu::new(Some(threads)).expect("threads start");
-    let mut checkpoint =
-        Checkpoint::open(Source::directory(folder)).expect("the checkpoint opens");
+    let mut checkpoint = Checkpoint::open(Source::directory(folder)).expect("the checkpoint opens");
     let tokenizer = Tokenizer::from_bytes(&checkpoint.tokenizer_json().expect("tokenizer"))
         .expect("the tokenizer loads");
-    let model = Model::load(&cpu, &mut checkpoint, &tokenizer, &mut |_, _| {}).expect("it loads");
+    let engram = Engram::new(&checkpoint.config().text_config, &tokenizer).expect("token map");
+    let model = Model::load(&cpu, &mut checkpoint, engram, &mut |_, _| {}).expect("it loads");
     (Arc::new(cpu), Arc::new(model))
 }
 
