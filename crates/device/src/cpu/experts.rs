@@ -149,22 +149,21 @@ fn forward(
         groups.iter().map(|g| padded(&g.expert.w2)).max().expect("the shared expert is there");
     let x_values: usize = formats.iter().map(|f| rows * lanes::padded(*f, hidden)).sum();
 
-    scratch::with(x_values + pair_row.len() * h_width, |memory| {
-        let (arranged, h) = memory.split_at_mut(x_values);
-        let mut rest = arranged;
-        let mut copies = Vec::new();
-        for format in formats {
-            let width = lanes::padded(format, hidden);
-            let (copy, tail) = rest.split_at_mut(rows * width);
-            for (x, to) in x.chunks(hidden).zip(copy.chunks_mut(width)) {
-                lanes::arrange(format, x, to);
-            }
-            copies.push((format, &*copy));
-            rest = tail;
+    let mut memory = scratch::take(x_values + pair_row.len() * h_width);
+    let (arranged, h) = memory.split_at_mut(x_values);
+    let mut rest = arranged;
+    let mut copies = Vec::new();
+    for format in formats {
+        let width = lanes::padded(format, hidden);
+        let (copy, tail) = rest.split_at_mut(rows * width);
+        for (x, to) in x.chunks(hidden).zip(copy.chunks_mut(width)) {
+            lanes::arrange(format, x, to);
         }
-        inner(cpu, &groups, &copies, limit, h, h_width);
-        outer(cpu, &groups, h, h_width, weights, &place, k, out, hidden);
-    });
+        copies.push((format, &*copy));
+        rest = tail;
+    }
+    inner(cpu, &groups, &copies, limit, h, h_width);
+    outer(cpu, &groups, h, h_width, weights, &place, k, out, hidden);
 }
 
 /// Values in a row of the input of `w`, in lane order.
@@ -196,28 +195,27 @@ fn inner(
     cpu.for_each(work.sum(), &tasks, |(group, n)| {
         let Expert { w1, w3, w2 } = group.expert;
         let rows = group.rows.len();
-        scratch::with(2 * rows * n.len(), |memory| {
-            let (gate, up) = memory.split_at_mut(rows * n.len());
-            for (w, out) in [(w1, &mut *gate), (w3, &mut *up)] {
-                let (copy, width) = copy_for(w);
-                block(isa, &Rows::gathered(copy, group.rows, width), w.stored(), n.clone(), out);
+        let mut memory = scratch::take(2 * rows * n.len());
+        let (gate, up) = memory.split_at_mut(rows * n.len());
+        for (w, out) in [(w1, &mut *gate), (w3, &mut *up)] {
+            let (copy, width) = copy_for(w);
+            block(isa, &Rows::gathered(copy, group.rows, width), w.stored(), n.clone(), out);
+        }
+        for (g, u) in gate.iter_mut().zip(&*up) {
+            *g = activation(*g, *u, limit);
+        }
+        let (format, last) = (w2.stored().format, n.end == w2.cols());
+        let chunk = lanes::chunk(format);
+        for (i, values) in gate.chunks(n.len()).enumerate() {
+            let padding = if last { padded(w2) - w2.cols() } else { 0 };
+            let padding = std::iter::repeat_n(&0.0, padding);
+            for (c, v) in values.iter().chain(padding).enumerate() {
+                let c = n.start + c;
+                let at = c - c % chunk + lanes::place(format, c % chunk);
+                // SAFETY: each task has columns of its own, and so places of its own.
+                unsafe { columns.write(group.first + i, at, std::slice::from_ref(v)) };
             }
-            for (g, u) in gate.iter_mut().zip(&*up) {
-                *g = activation(*g, *u, limit);
-            }
-            let (format, last) = (w2.stored().format, n.end == w2.cols());
-            let chunk = lanes::chunk(format);
-            for (i, values) in gate.chunks(n.len()).enumerate() {
-                let padding = if last { padded(w2) - w2.cols() } else { 0 };
-                let padding = std::iter::repeat_n(&0.0, padding);
-                for (c, v) in values.iter().chain(padding).enumerate() {
-                    let c = n.start + c;
-                    let at = c - c % chunk + lanes::place(format, c % chunk);
-                    // SAFETY: each task has columns of its own, and so places of its own.
-                    unsafe { columns.write(group.first + i, at, std::slice::from_ref(v)) };
-                }
-            }
-        });
+        }
     });
 }
 
@@ -251,32 +249,27 @@ fn outer(
     let columns = Columns::new(out, hidden);
     cpu.for_each(work.sum(), &tasks, |n| {
         let width = n.len();
-        scratch::with((pairs + 1) * width, |memory| {
-            let (y, sum) = memory.split_at_mut(pairs * width);
-            for group in groups {
-                let w2 = &group.expert.w2;
-                let x = Rows::strided(
-                    &h[group.first * h_width..],
-                    group.rows.len(),
-                    h_width,
-                    padded(w2),
-                );
-                let y = &mut y[group.first * width..][..group.rows.len() * width];
-                block(isa, &x, w2.stored(), n.clone(), y);
-            }
-            for row in 0..rows {
-                sum.fill(0.0);
-                let slots = row * k..(row + 1) * k;
-                for (weight, at) in weights[slots.clone()].iter().zip(&place[slots]) {
-                    for (sum, y) in sum.iter_mut().zip(&y[at * width..][..width]) {
-                        *sum += weight * y;
-                    }
+        let mut memory = scratch::take((pairs + 1) * width);
+        let (y, sum) = memory.split_at_mut(pairs * width);
+        for group in groups {
+            let w2 = &group.expert.w2;
+            let x =
+                Rows::strided(&h[group.first * h_width..], group.rows.len(), h_width, padded(w2));
+            let y = &mut y[group.first * width..][..group.rows.len() * width];
+            block(isa, &x, w2.stored(), n.clone(), y);
+        }
+        for row in 0..rows {
+            sum.fill(0.0);
+            let slots = row * k..(row + 1) * k;
+            for (weight, at) in weights[slots.clone()].iter().zip(&place[slots]) {
+                for (sum, y) in sum.iter_mut().zip(&y[at * width..][..width]) {
+                    *sum += weight * y;
                 }
-                let y = &y[(shared.first + row) * width..][..width];
-                sum.iter_mut().zip(y).for_each(|(sum, y)| *sum += y);
-                // SAFETY: each task has columns of its own.
-                unsafe { columns.write(row, n.start, sum) };
             }
-        });
+            let y = &y[(shared.first + row) * width..][..width];
+            sum.iter_mut().zip(y).for_each(|(sum, y)| *sum += y);
+            // SAFETY: each task has columns of its own.
+            unsafe { columns.write(row, n.start, sum) };
+        }
     });
 }

@@ -6,7 +6,7 @@
 pub enum Isa {
     /// Plain Rust, for every processor.
     Scalar,
-    /// AVX2 and FMA.
+    /// AVX2, FMA and F16C.
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
@@ -21,7 +21,9 @@ impl Isa {
     /// The best one that this processor has.
     #[cfg(target_arch = "x86_64")]
     pub fn detect() -> Self {
-        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
         let avx512 = avx2
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")

@@ -3,7 +3,17 @@
 //! Every product follows the order of [`lanes`](super::lanes), whatever the number of rows, the
 //! threads and the instruction set.
 
+#[cfg(target_arch = "x86_64")]
+mod few;
+#[cfg(target_arch = "x86_64")]
+mod many;
 mod plain;
+#[cfg(target_arch = "x86_64")]
+mod scales;
+#[cfg(target_arch = "x86_64")]
+mod simd;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use super::{Cpu, Isa, lanes, scratch};
 use crate::error::DeviceError;
@@ -124,24 +134,22 @@ fn product(
     for (x, out) in blocks {
         let rows = out.len() / w.rows;
         let columns = Columns::new(out, w.rows);
-        scratch::with(rows * groups * padded, |arranged| {
-            for (x, to) in x.chunks(w.cols.max(1)).zip(arranged.chunks_mut(padded.max(1))) {
-                lanes::arrange(w.format, x, to);
+        let mut arranged = scratch::take(rows * groups * padded);
+        for (x, to) in x.chunks(w.cols.max(1)).zip(arranged.chunks_mut(padded.max(1))) {
+            lanes::arrange(w.format, x, to);
+        }
+        let arranged = &*arranged;
+        cpu.for_each(rows * w.rows * w.cols, &tasks, |(g, w, n)| {
+            let x = Rows::strided(&arranged[g * padded..], rows, groups * padded, padded);
+            let mut values = scratch::take(rows * n.len());
+            block(isa, &x, w, n.clone(), &mut values);
+            if factor != 1.0 {
+                values.iter_mut().for_each(|v| *v *= factor);
             }
-            let arranged = &*arranged;
-            cpu.for_each(rows * w.rows * w.cols, &tasks, |(g, w, n)| {
-                let x = Rows::strided(&arranged[g * padded..], rows, groups * padded, padded);
-                scratch::with(rows * n.len(), |values| {
-                    block(isa, &x, w, n.clone(), values);
-                    if factor != 1.0 {
-                        values.iter_mut().for_each(|v| *v *= factor);
-                    }
-                    for (i, values) in values.chunks(n.len()).enumerate() {
-                        // SAFETY: each task has columns of its own.
-                        unsafe { columns.write(i, g * o + n.start, values) };
-                    }
-                });
-            });
+            for (i, values) in values.chunks(n.len()).enumerate() {
+                // SAFETY: each task has columns of its own.
+                unsafe { columns.write(i, g * o + n.start, values) };
+            }
         });
     }
 }
@@ -229,6 +237,18 @@ impl<'a> Columns<'a> {
 /// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`. `x` is in the lane order of the
 /// format of `w`; `n` is one of its [`pieces`].
 pub(crate) fn block(isa: Isa, x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
-    let _ = isa;
-    plain::block(x, w, n, out);
+    match isa {
+        Isa::Scalar => plain::block(x, w, n, out),
+        // SAFETY: a device holds an `Isa` only if the processor has it.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { x86::block_avx2(x, w, n, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { x86::block_avx512(x, w, n, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vbmi => unsafe { x86::block_vbmi(x, w, n, out) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => plain::block(x, w, n, out),
+    }
 }

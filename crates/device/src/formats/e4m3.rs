@@ -3,7 +3,8 @@
 /// The largest finite value.
 pub const MAX: f32 = 448.0;
 
-static VALUES: [f32; 256] = {
+/// The value of every code.
+pub(crate) const VALUES: [f32; 256] = {
     let mut values = [0.0; 256];
     let mut code = 0;
     while code < 256 {

@@ -3,11 +3,8 @@
 /// The value of a byte; exact (byte 0 is a subnormal f32).
 #[inline]
 pub fn decode(byte: u8) -> f32 {
-    match byte {
-        0 => f32::from_bits(0x0040_0000),
-        255 => f32::NAN,
-        b => f32::from_bits((b as u32) << 23),
-    }
+    let bits = ((byte as u32) << 23).max(0x0040_0000);
+    f32::from_bits(if byte == 255 { f32::NAN.to_bits() } else { bits })
 }
 
 /// The byte of the smallest power of two that is at least `x`, which is not negative. Found on the

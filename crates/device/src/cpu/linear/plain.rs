@@ -10,14 +10,13 @@ use std::ops::Range;
 pub(super) fn block(x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
     let width = n.len();
     let padded = lanes::padded(w.format, w.cols);
-    scratch::with(w.cols + padded, |memory| {
-        let (row, arranged) = memory.split_at_mut(w.cols);
-        for (j, n) in n.enumerate() {
-            dequantize_matrix_row(w, n, row);
-            lanes::arrange(w.format, row, arranged);
-            for i in 0..x.len() {
-                out[i * width + j] = lanes::dot(x.row(i), arranged);
-            }
+    let mut memory = scratch::take(w.cols + padded);
+    let (row, arranged) = memory.split_at_mut(w.cols);
+    for (j, n) in n.enumerate() {
+        dequantize_matrix_row(w, n, row);
+        lanes::arrange(w.format, row, arranged);
+        for i in 0..x.len() {
+            out[i * width + j] = lanes::dot(x.row(i), arranged);
         }
-    });
+    }
 }

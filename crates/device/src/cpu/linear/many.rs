@@ -1,0 +1,131 @@
+//! Many rows: a block of stored rows is widened to f32 once, then multiplied in register tiles.
+
+use super::Rows;
+use super::scales::{self, Tail};
+use super::simd::{Decode, Simd, tile};
+use crate::cpu::lanes::{LANES, tree};
+use crate::cpu::scratch;
+use crate::tensor::StoredMatrix;
+use std::array::from_fn;
+use std::ops::Range;
+
+/// Values of a row that are multiplied before the next stored row: the activations of a tile stay
+/// in the first cache, the widened weights in the second.
+const DEPTH: usize = 1024;
+
+/// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`, in tiles of `MR` (at most 6) by `NR`.
+///
+/// # Safety
+/// The processor has the instruction set; `x` is in the lane order of the format of `w`.
+#[inline(always)]
+pub(super) unsafe fn many<S, D, const STEPS: usize, const MR: usize, const NR: usize>(
+    decode: D,
+    x: &Rows,
+    w: &StoredMatrix,
+    n: Range<usize>,
+    out: &mut [f32],
+) where
+    S: Simd,
+    D: Decode<S, STEPS>,
+{
+    let (rows, width) = (x.len(), n.len());
+    let (row_tiles, tiles) = (rows.div_ceil(MR), width.div_ceil(NR));
+    let chunks = w.cols.div_ceil(STEPS * LANES);
+    let depth = DEPTH / (STEPS * LANES);
+    let tile_len = MR * NR * LANES;
+    let mut panel = scratch::take(tiles * NR * DEPTH);
+    let mut sums = scratch::take(row_tiles * tiles * tile_len);
+    let mut expanded = scratch::take(scales::len::<STEPS>(w, D::SCALES));
+    if chunks == 0 {
+        sums.fill(0.0);
+    }
+    for from in (0..chunks).step_by(depth) {
+        let block = from..chunks.min(from + depth);
+        let steps = block.len() * STEPS;
+        for (r, to) in n.clone().zip(panel.chunks_exact_mut(steps * LANES)) {
+            // SAFETY: the caller's promise; `to` holds the block.
+            unsafe { widen::<S, D, STEPS>(decode, w, r, block.clone(), &mut expanded, to) };
+        }
+        // Rows that fill up the last tile: any finite values do.
+        panel[width * steps * LANES..tiles * NR * steps * LANES].fill(0.0);
+        for i in 0..row_tiles {
+            let count = MR.min(rows - i * MR);
+            let x: [*const f32; MR] = from_fn(|m| {
+                let row = x.row(i * MR + m.min(count - 1));
+                row[block.start * STEPS * LANES..].as_ptr()
+            });
+            for t in 0..tiles {
+                let w: [*const f32; NR] =
+                    from_fn(|j| panel[(t * NR + j) * steps * LANES..].as_ptr());
+                let sums = sums[(i * tiles + t) * tile_len..][..tile_len].as_mut_ptr();
+                // SAFETY: the caller's promise; every pointer covers `steps` steps, `sums` a tile.
+                unsafe { rows_of::<S, MR, NR>(count, x, w, steps, from == 0, sums) };
+            }
+        }
+    }
+    for i in 0..rows {
+        for j in 0..width {
+            let at = (i / MR * tiles + j / NR) * MR * NR + i % MR * NR + j % NR;
+            out[i * width + j] = tree(sums.as_chunks::<LANES>().0[at]);
+        }
+    }
+}
+
+/// Calls [`tile`] for the first `count` rows.
+#[inline(always)]
+unsafe fn rows_of<S: Simd, const MR: usize, const NR: usize>(
+    count: usize,
+    x: [*const f32; MR],
+    w: [*const f32; NR],
+    steps: usize,
+    first: bool,
+    sums: *mut f32,
+) {
+    // SAFETY: the caller's promise; rows beyond `count` are left out.
+    unsafe {
+        match count {
+            1 => tile::<S, 1, NR>([x[0]], w, steps, first, sums),
+            2 if MR > 2 => tile::<S, 2, NR>(from_fn(|m| x[m]), w, steps, first, sums),
+            3 if MR > 3 => tile::<S, 3, NR>(from_fn(|m| x[m]), w, steps, first, sums),
+            4 if MR > 4 => tile::<S, 4, NR>(from_fn(|m| x[m]), w, steps, first, sums),
+            5 if MR > 5 => tile::<S, 5, NR>(from_fn(|m| x[m]), w, steps, first, sums),
+            _ => tile::<S, MR, NR>(x, w, steps, first, sums),
+        }
+    }
+}
+
+/// Chunks `block` of row `r` as f32, in lane order.
+#[inline(always)]
+unsafe fn widen<S, D, const STEPS: usize>(
+    decode: D,
+    w: &StoredMatrix,
+    r: usize,
+    block: Range<usize>,
+    expanded: &mut [f32],
+    out: &mut [f32],
+) where
+    S: Simd,
+    D: Decode<S, STEPS>,
+{
+    let row = w.row(r);
+    let tail = Tail::<1>::of(w, [row], D::BYTES);
+    let whole = w.cols / (STEPS * LANES);
+    if w.format.scale_shape(1, 1).is_some() {
+        scales::expand(w, r, D::SCALES, expanded);
+    }
+    for (c, out) in block.zip(out.chunks_exact_mut(STEPS * LANES)) {
+        // SAFETY: chunk `c` lies in the row, or in the tail; the caller has the instruction set.
+        unsafe {
+            let codes = match &tail {
+                Some(tail) if c == whole => tail.starts()[0],
+                _ => row.as_ptr().add(c * D::BYTES),
+            };
+            let scale = expanded.as_ptr().add(c * D::SCALES);
+            for (w, out) in
+                decode.weights(codes, scale).into_iter().zip(out.chunks_exact_mut(LANES))
+            {
+                S::store(out.as_mut_ptr(), w);
+            }
+        }
+    }
+}
