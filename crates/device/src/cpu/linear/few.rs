@@ -3,6 +3,7 @@
 use super::Rows;
 use super::scales::{self, Tail};
 use super::simd::{Decode, Simd, dots};
+use crate::cpu::lanes::LANES;
 use crate::cpu::scratch;
 use crate::formats::blocks::GROUP;
 use crate::tensor::{Format, StoredMatrix};
@@ -14,11 +15,12 @@ struct Product<'a, D, const M: usize> {
     decode: D,
     w: &'a StoredMatrix,
     x: [*const f32; M],
+    rows: usize,
     first: usize,
     width: usize,
 }
 
-/// `out[i, j]` = row `i` of the `M` rows of `x` times row `n.start + j` of `w`; `R` stored rows at a
+/// `out[i, j]` = row `i` of the (at most `M`) rows of `x` times row `n.start + j` of `w`; `R` stored rows at a
 /// time.
 ///
 /// # Safety
@@ -34,68 +36,72 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
     S: Simd,
     D: Decode<S, STEPS>,
 {
-    let product: Product<'_, D, M> =
-        Product { decode, w, x: from_fn(|m| x.row(m).as_ptr()), first: n.start, width: n.len() };
-    match w.format {
-        Format::F32 | Format::Bf16 => {
-            // SAFETY: the caller's promise; there are no scales.
-            unsafe { product.rows::<S, STEPS, R, false>(n, |_| std::ptr::null(), out) }
-        }
-        Format::Fp8Row32 | Format::Fp4Row32 => {
-            let values = scales::len::<STEPS>(w, D::SCALES);
-            let mut expanded = scratch::take(R * values);
-            let mut from = n.start;
-            while from < n.end {
-                let to = n.end.min(from + R);
-                for (r, expanded) in (from..to).zip(expanded.chunks_mut(values.max(1))) {
-                    scales::expand(w, r, D::SCALES, expanded);
-                }
-                let base = expanded.as_ptr();
-                // SAFETY: the caller's promise; a row of expanded scales for each stored row.
-                unsafe {
-                    let scale = |r: usize| base.add((r - from) * values);
-                    product.rows::<S, STEPS, R, true>(from..to, scale, out);
-                }
-                from = to;
+    // Rows beyond the last are the last again; their results are dropped.
+    let rows = x.len();
+    let product: Product<'_, D, M> = Product {
+        decode,
+        w,
+        x: from_fn(|m| x.row(m.min(rows - 1)).as_ptr()),
+        rows,
+        first: n.start,
+        width: n.len(),
+    };
+    if D::SCALES == 0 {
+        // SAFETY: the caller's promise; there are no scales.
+        unsafe { product.run::<S, STEPS, R, false>(n, |_| std::ptr::null(), out) }
+    } else if D::SCALES == LANES && w.format == Format::Fp8Block32 {
+        let values = scales::len::<STEPS>(w, D::SCALES);
+        let padded = x.row(0).len();
+        let mut expanded = scratch::take(2 * values);
+        let mut scaled = scratch::take(rows * padded);
+        let (scale, inverse) = expanded.split_at_mut(values);
+        let mut from = n.start;
+        while from < n.end {
+            let to = n.end.min((from + w.scale_row0) / GROUP * GROUP + GROUP - w.scale_row0);
+            scales::expand(w, from, D::SCALES, scale);
+            // The scale goes to the activations, once for a row of tiles, where that is exact.
+            let mut exact = scales::invert(scale, inverse);
+            for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
+                exact &= scales::multiply::<STEPS>(x.row(m), scale, inverse, scaled);
             }
-        }
-        Format::Fp8Block32 => {
-            let values = scales::len::<STEPS>(w, D::SCALES);
-            let padded = x.row(0).len();
-            let mut expanded = scratch::take(2 * values);
-            let mut scaled = scratch::take(M * padded);
-            let (scale, inverse) = expanded.split_at_mut(values);
-            let mut from = n.start;
-            while from < n.end {
-                let to = n.end.min((from + w.scale_row0) / GROUP * GROUP + GROUP - w.scale_row0);
-                scales::expand(w, from, D::SCALES, scale);
-                // The scale goes to the activations, once for a row of tiles, where that is exact.
-                let mut exact = scales::invert(scale, inverse);
-                for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
-                    exact &= scales::multiply::<STEPS>(x.row(m), scale, inverse, scaled);
+            // SAFETY: the caller's promise; one row of scales serves all these rows.
+            unsafe {
+                if exact {
+                    let base = scaled.as_ptr();
+                    let x = from_fn(|m| base.add(m.min(rows - 1) * padded));
+                    let product: Product<'_, D, M> = Product { x, ..product };
+                    product.run::<S, STEPS, R, false>(from..to, |_| std::ptr::null(), out);
+                } else {
+                    let scale = scale.as_ptr();
+                    product.run::<S, STEPS, R, true>(from..to, |_| scale, out);
                 }
-                // SAFETY: the caller's promise; one row of scales serves all these rows.
-                unsafe {
-                    if exact {
-                        let base = scaled.as_ptr();
-                        let product: Product<'_, D, M> =
-                            Product { x: from_fn(|m| base.add(m * padded)), ..product };
-                        product.rows::<S, STEPS, R, false>(from..to, |_| std::ptr::null(), out);
-                    } else {
-                        let scale = scale.as_ptr();
-                        product.rows::<S, STEPS, R, true>(from..to, |_| scale, out);
-                    }
-                }
-                from = to;
             }
+            from = to;
+        }
+    } else {
+        let values = scales::len::<STEPS>(w, D::SCALES);
+        let mut expanded = scratch::take(R * values);
+        let mut from = n.start;
+        while from < n.end {
+            let to = n.end.min(from + R);
+            for (r, expanded) in (from..to).zip(expanded.chunks_mut(values.max(1))) {
+                scales::expand(w, r, D::SCALES, expanded);
+            }
+            let base = expanded.as_ptr();
+            // SAFETY: the caller's promise; a row of expanded scales for each stored row.
+            unsafe {
+                let scale = |r: usize| base.add((r - from) * values);
+                product.run::<S, STEPS, R, true>(from..to, scale, out);
+            }
+            from = to;
         }
     }
 }
 
 impl<D, const M: usize> Product<'_, D, M> {
-    /// Rows `n`, `R` at a time, then one at a time.
+    /// Rows `n`, `R` at a time.
     #[inline(always)]
-    unsafe fn rows<S, const STEPS: usize, const R: usize, const SCALED: bool>(
+    unsafe fn run<S, const STEPS: usize, const R: usize, const SCALED: bool>(
         &self,
         n: Range<usize>,
         scale: impl Fn(usize) -> *const f32,
@@ -104,50 +110,22 @@ impl<D, const M: usize> Product<'_, D, M> {
         S: Simd,
         D: Decode<S, STEPS>,
     {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let mut r = n.start;
-            while r + R <= n.end {
-                self.group::<S, STEPS, R, SCALED>(r, &scale, out);
-                r += R;
-            }
-            while r < n.end {
-                self.group::<S, STEPS, 1, SCALED>(r, &scale, out);
-                r += 1;
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn group<S, const STEPS: usize, const R: usize, const SCALED: bool>(
-        &self,
-        r: usize,
-        scale: &impl Fn(usize) -> *const f32,
-        out: &mut [f32],
-    ) where
-        S: Simd,
-        D: Decode<S, STEPS>,
-    {
-        let rows: [&[u8]; R] = from_fn(|i| self.w.row(r + i));
-        let tail = Tail::<R>::of(self.w, rows, D::BYTES);
-        let chunks = self.w.cols / (STEPS * 16);
-        let starts = rows.map(<[u8]>::as_ptr);
-        // SAFETY: rows and tails cover the chunks; the caller vouches for scales and x.
-        let sums = unsafe {
-            let scales: [*const f32; R] =
-                from_fn(|i| if SCALED { scale(r + i) } else { std::ptr::null() });
-            dots::<S, D, STEPS, M, R, SCALED>(
-                self.decode,
-                self.x,
-                starts,
-                scales,
-                chunks,
-                tail.as_ref().map(Tail::starts),
-            )
-        };
-        for (i, sums) in sums.iter().enumerate() {
-            for (m, sum) in sums.iter().enumerate() {
-                out[m * self.width + r + i - self.first] = *sum;
+        let last = n.end - 1;
+        for r in n.step_by(R) {
+            let rows: [&[u8]; R] = from_fn(|i| self.w.row((r + i).min(last)));
+            let tail = Tail::<R>::of(self.w, rows, D::BYTES);
+            let chunks = self.w.cols / (STEPS * LANES);
+            let starts = rows.map(<[u8]>::as_ptr);
+            // SAFETY: rows and tails cover the chunks; the caller vouches for scales and x.
+            let sums = unsafe {
+                let scales: [*const f32; R] = from_fn(|i| scale((r + i).min(last)));
+                let tail = tail.as_ref().map(Tail::starts);
+                dots::<S, D, STEPS, M, R, SCALED>(self.decode, self.x, starts, scales, chunks, tail)
+            };
+            for i in 0..R.min(last + 1 - r) {
+                for m in 0..self.rows {
+                    out[m * self.width + r + i - self.first] = sums[i][m];
+                }
             }
         }
     }

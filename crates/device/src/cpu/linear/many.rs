@@ -2,7 +2,7 @@
 
 use super::Rows;
 use super::scales::{self, Tail};
-use super::simd::{Decode, Simd, tile};
+use super::simd::{Decode, MAX_MR, Simd};
 use crate::cpu::lanes::{LANES, tree};
 use crate::cpu::scratch;
 use crate::tensor::StoredMatrix;
@@ -13,12 +13,12 @@ use std::ops::Range;
 /// in the first cache, the widened weights in the second.
 const DEPTH: usize = 1024;
 
-/// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`, in tiles of `MR` (at most 6) by `NR`.
+/// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`, in register tiles.
 ///
 /// # Safety
 /// The processor has the instruction set; `x` is in the lane order of the format of `w`.
 #[inline(always)]
-pub(super) unsafe fn many<S, D, const STEPS: usize, const MR: usize, const NR: usize>(
+pub(super) unsafe fn many<S, D, const STEPS: usize>(
     decode: D,
     x: &Rows,
     w: &StoredMatrix,
@@ -29,11 +29,11 @@ pub(super) unsafe fn many<S, D, const STEPS: usize, const MR: usize, const NR: u
     D: Decode<S, STEPS>,
 {
     let (rows, width) = (x.len(), n.len());
-    let (row_tiles, tiles) = (rows.div_ceil(MR), width.div_ceil(NR));
+    let (row_tiles, tiles) = (rows.div_ceil(S::MR), width.div_ceil(S::NR));
     let chunks = w.cols.div_ceil(STEPS * LANES);
     let depth = DEPTH / (STEPS * LANES);
-    let tile_len = MR * NR * LANES;
-    let mut panel = scratch::take(tiles * NR * DEPTH);
+    let tile_len = S::MR * S::NR * LANES;
+    let mut panel = scratch::take(tiles * S::NR * DEPTH);
     let mut sums = scratch::take(row_tiles * tiles * tile_len);
     let mut expanded = scratch::take(scales::len::<STEPS>(w, D::SCALES));
     if chunks == 0 {
@@ -47,49 +47,26 @@ pub(super) unsafe fn many<S, D, const STEPS: usize, const MR: usize, const NR: u
             unsafe { widen::<S, D, STEPS>(decode, w, r, block.clone(), &mut expanded, to) };
         }
         // Rows that fill up the last tile: any finite values do.
-        panel[width * steps * LANES..tiles * NR * steps * LANES].fill(0.0);
+        panel[width * steps * LANES..tiles * S::NR * steps * LANES].fill(0.0);
         for i in 0..row_tiles {
-            let count = MR.min(rows - i * MR);
-            let x: [*const f32; MR] = from_fn(|m| {
-                let row = x.row(i * MR + m.min(count - 1));
+            let count = S::MR.min(rows - i * S::MR);
+            let x: [*const f32; MAX_MR] = from_fn(|m| {
+                let row = x.row(i * S::MR + m.min(count - 1));
                 row[block.start * STEPS * LANES..].as_ptr()
             });
             for t in 0..tiles {
-                let w: [*const f32; NR] =
-                    from_fn(|j| panel[(t * NR + j) * steps * LANES..].as_ptr());
+                let w = panel[t * S::NR * steps * LANES..].as_ptr();
                 let sums = sums[(i * tiles + t) * tile_len..][..tile_len].as_mut_ptr();
                 // SAFETY: the caller's promise; every pointer covers `steps` steps, `sums` a tile.
-                unsafe { rows_of::<S, MR, NR>(count, x, w, steps, from == 0, sums) };
+                unsafe { S::tile(count, &x, w, steps, from == 0, sums) };
             }
         }
     }
     for i in 0..rows {
         for j in 0..width {
-            let at = (i / MR * tiles + j / NR) * MR * NR + i % MR * NR + j % NR;
+            let at =
+                (i / S::MR * tiles + j / S::NR) * S::MR * S::NR + i % S::MR * S::NR + j % S::NR;
             out[i * width + j] = tree(sums.as_chunks::<LANES>().0[at]);
-        }
-    }
-}
-
-/// Calls [`tile`] for the first `count` rows.
-#[inline(always)]
-unsafe fn rows_of<S: Simd, const MR: usize, const NR: usize>(
-    count: usize,
-    x: [*const f32; MR],
-    w: [*const f32; NR],
-    steps: usize,
-    first: bool,
-    sums: *mut f32,
-) {
-    // SAFETY: the caller's promise; rows beyond `count` are left out.
-    unsafe {
-        match count {
-            1 => tile::<S, 1, NR>([x[0]], w, steps, first, sums),
-            2 if MR > 2 => tile::<S, 2, NR>(from_fn(|m| x[m]), w, steps, first, sums),
-            3 if MR > 3 => tile::<S, 3, NR>(from_fn(|m| x[m]), w, steps, first, sums),
-            4 if MR > 4 => tile::<S, 4, NR>(from_fn(|m| x[m]), w, steps, first, sums),
-            5 if MR > 5 => tile::<S, 5, NR>(from_fn(|m| x[m]), w, steps, first, sums),
-            _ => tile::<S, MR, NR>(x, w, steps, first, sums),
         }
     }
 }

@@ -2,6 +2,9 @@
 
 use crate::cpu::lanes::LANES;
 
+/// Most activation rows of a register tile.
+pub(super) const MAX_MR: usize = 6;
+
 /// Sixteen lanes of f32 in registers. Every method needs a processor that has the instruction set,
 /// and is inlined into a function that enables it.
 pub(super) trait Simd: Copy {
@@ -16,6 +19,20 @@ pub(super) trait Simd: Copy {
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `x * y + acc`, rounded once.
     unsafe fn fma(x: Self::V, y: Self::V, acc: Self::V) -> Self::V;
+    /// Activation rows of a register tile, at most [`MAX_MR`].
+    const MR: usize;
+    /// Weight rows of a register tile.
+    const NR: usize;
+    /// [`tile`] for the first `count` (1 to `MR`) activation rows and `NR` weight rows that follow
+    /// each other at `w`.
+    unsafe fn tile(
+        count: usize,
+        x: &[*const f32; MAX_MR],
+        w: *const f32,
+        steps: usize,
+        first: bool,
+        acc: *mut f32,
+    );
     /// The lanes added by halves, as [`lanes::tree`](crate::cpu::lanes::tree) does.
     unsafe fn tree(v: Self::V) -> f32;
 }
@@ -116,11 +133,11 @@ unsafe fn step<S, D, const STEPS: usize, const M: usize, const R: usize, const S
 }
 
 /// Adds `steps` steps of `MR` activation rows times `NR` weight rows, all f32 in lane order, to the
-/// lanes at `acc` (`[MR, NR, 16]`); from zero if `first`.
+/// lanes at `acc` (`[MR, NR, 16]`); from zero if `first`. Weight rows follow each other at `w`.
 #[inline(always)]
 pub(super) unsafe fn tile<S: Simd, const MR: usize, const NR: usize>(
-    x: [*const f32; MR],
-    w: [*const f32; NR],
+    x: &[*const f32; MAX_MR],
+    w: *const f32,
     steps: usize,
     first: bool,
     acc: *mut f32,
@@ -139,7 +156,7 @@ pub(super) unsafe fn tile<S: Simd, const MR: usize, const NR: usize>(
         for s in 0..steps {
             let mut ws = [S::zero(); NR];
             for n in 0..NR {
-                ws[n] = S::load(w[n].add(s * LANES));
+                ws[n] = S::load(w.add((n * steps + s) * LANES));
             }
             for m in 0..MR {
                 let x = S::load(x[m].add(s * LANES));

@@ -3,7 +3,7 @@
 use super::Rows;
 use super::few::few;
 use super::many::many;
-use super::simd::{Decode, Simd};
+use super::simd::{Decode, MAX_MR, Simd, tile};
 use crate::formats::{e2m1, e4m3};
 use crate::tensor::{Format, StoredMatrix};
 use std::arch::x86_64::*;
@@ -49,6 +49,21 @@ impl Simd for Avx2 {
     unsafe fn tree(v: Self::V) -> f32 {
         // SAFETY: see above.
         unsafe { tree8(_mm256_add_ps(v[0], v[1])) }
+    }
+
+    const MR: usize = 3;
+    const NR: usize = 2;
+
+    unsafe fn tile(
+        count: usize,
+        x: &[*const f32; MAX_MR],
+        w: *const f32,
+        steps: usize,
+        first: bool,
+        acc: *mut f32,
+    ) {
+        // SAFETY: see above.
+        unsafe { tile_avx2(count, x, w, steps, first, acc) }
     }
 }
 
@@ -98,9 +113,65 @@ impl Simd for Avx512 {
         // SAFETY: see above.
         unsafe { tree8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v))) }
     }
+
+    const MR: usize = 6;
+    const NR: usize = 4;
+
+    unsafe fn tile(
+        count: usize,
+        x: &[*const f32; MAX_MR],
+        w: *const f32,
+        steps: usize,
+        first: bool,
+        acc: *mut f32,
+    ) {
+        // SAFETY: see above.
+        unsafe { tile_avx512(count, x, w, steps, first, acc) }
+    }
 }
 
-/// f32 and bf16 weights: nothing to look up.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn tile_avx2(
+    count: usize,
+    x: &[*const f32; MAX_MR],
+    w: *const f32,
+    steps: usize,
+    first: bool,
+    acc: *mut f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match count {
+            1 => tile::<Avx2, 1, 2>(x, w, steps, first, acc),
+            2 => tile::<Avx2, 2, 2>(x, w, steps, first, acc),
+            _ => tile::<Avx2, 3, 2>(x, w, steps, first, acc),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+unsafe fn tile_avx512(
+    count: usize,
+    x: &[*const f32; MAX_MR],
+    w: *const f32,
+    steps: usize,
+    first: bool,
+    acc: *mut f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match count {
+            1 => tile::<Avx512, 1, 4>(x, w, steps, first, acc),
+            2 => tile::<Avx512, 2, 4>(x, w, steps, first, acc),
+            3 => tile::<Avx512, 3, 4>(x, w, steps, first, acc),
+            4 => tile::<Avx512, 4, 4>(x, w, steps, first, acc),
+            5 => tile::<Avx512, 5, 4>(x, w, steps, first, acc),
+            _ => tile::<Avx512, 6, 4>(x, w, steps, first, acc),
+        }
+    }
+}
+
+/// f32 weights: nothing to look up.
 #[derive(Clone, Copy)]
 pub(super) struct F32;
 /// bf16 weights.
@@ -431,10 +502,9 @@ impl Decode<Avx2, 4> for Fp8Avx2 {
 }
 
 /// Defines the products of an instruction set: for each format, how codes are widened (in `STEPS`
-/// steps a chunk), how many stored rows a few activation rows are multiplied with at a time, and the
-/// tile for many rows.
+/// steps a chunk), and how many stored rows a few activation rows are multiplied with at a time.
 macro_rules! products {
-    ($name:ident, $features:literal, $simd:ty, $few:literal, $mr:literal x $nr:literal,
+    ($name:ident, $features:literal, $simd:ty, $few:literal,
         { $($format:pat => $decode:expr, $steps:literal;)* } $(else $other:ident)?) => {
         #[target_feature(enable = $features)]
         pub(super) fn $name(x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
@@ -447,9 +517,8 @@ macro_rules! products {
                             0 => {}
                             1 => few::<$simd, _, $steps, 1, $few>(decode, x, w, n, out),
                             2 => few::<$simd, _, $steps, 2, $few>(decode, x, w, n, out),
-                            3 => few::<$simd, _, $steps, 3, $few>(decode, x, w, n, out),
-                            4 => few::<$simd, _, $steps, 4, $few>(decode, x, w, n, out),
-                            _ => many::<$simd, _, $steps, $mr, $nr>(decode, x, w, n, out),
+                            3 | 4 => few::<$simd, _, $steps, 4, $few>(decode, x, w, n, out),
+                            _ => many::<$simd, _, $steps>(decode, x, w, n, out),
                         }
                     })*
                     $(_ => $other(x, w, n, out),)?
@@ -459,17 +528,17 @@ macro_rules! products {
     };
 }
 
-products!(block_avx2, "avx2,fma,f16c", Avx2, 4, 3 x 2, {
+products!(block_avx2, "avx2,fma,f16c", Avx2, 4, {
     Format::F32 => F32, 1;
     Format::Bf16 => Bf16, 1;
     Format::Fp8Block32 | Format::Fp8Row32 => Fp8Avx2, 4;
     Format::Fp4Row32 => Fp4Avx2, 2;
 });
-products!(block_avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, 4, 6 x 4, {
+products!(block_avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, 4, {
     Format::F32 => F32, 1;
     Format::Bf16 => Bf16, 1;
     Format::Fp4Row32 => Fp4Avx512::new(), 2;
 } else block_avx2);
-products!(block_vbmi, "avx512vbmi,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, 4, 6 x 4, {
+products!(block_vbmi, "avx512vbmi,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", Avx512, 4, {
     Format::Fp8Block32 | Format::Fp8Row32 => Fp8Vbmi::new(), 4;
 } else block_avx512);
