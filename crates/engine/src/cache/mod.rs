@@ -6,6 +6,8 @@
 //! [`Geometry::backtracking`], so that nothing still visible is overwritten.
 
 mod geometry;
+pub mod pages;
+pub mod prefix;
 mod snapshot;
 
 pub use geometry::{CacheFormat, Geometry, RowFormats};
