@@ -11,4 +11,5 @@ pub mod plan;
 pub mod request;
 pub mod session;
 pub mod settings;
+pub mod synth;
 pub mod tokenizer;

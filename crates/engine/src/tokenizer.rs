@@ -300,22 +300,24 @@ fn check_kind(tokenizer: &tokenizers::Tokenizer) -> Result<()> {
     })
 }
 
-/// The byte-level alphabet: printable Latin-1 characters stand for themselves, the other bytes, in
+/// The byte-level alphabet in the order of its bytes: printable Latin-1 characters stand for themselves, the other bytes, in
 /// order, for the characters from U+0100 on.
-fn byte_alphabet() -> HashMap<char, u8> {
+pub(crate) fn byte_characters() -> impl Iterator<Item = char> {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100u32;
-    (0..=255u8)
-        .map(|byte| {
-            let code = if printable(byte) {
-                u32::from(byte)
-            } else {
-                next += 1;
-                next - 1
-            };
-            (char::from_u32(code).unwrap_or_default(), byte)
-        })
-        .collect()
+    (0..=255u8).map(move |byte| {
+        let code = if printable(byte) {
+            u32::from(byte)
+        } else {
+            next += 1;
+            next - 1
+        };
+        char::from_u32(code).unwrap_or_default()
+    })
+}
+
+fn byte_alphabet() -> HashMap<char, u8> {
+    byte_characters().zip(0..=255u8).collect()
 }
 
 /// A spelling made of byte-level characters stands for those bytes, any other for its own UTF-8.
