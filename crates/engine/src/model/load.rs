@@ -263,8 +263,8 @@ impl<D: Device> Loader<'_, D> {
         let (columns, width) = (c.hash_columns(), c.engram_head_dim);
         let rows = self.engram.map_or(0, |e| e.hasher.layers()[ordinal].table_rows()) as usize;
         let p = format!("{prefix}.engram");
-        let q = self.checkpoint.take_vector(&format!("{p}.q_weight"), s * h)?;
-        let k = self.checkpoint.take_vector(&format!("{p}.k_weight"), s * h)?;
+        let q = self.checkpoint.take_array(&format!("{p}.q_weight"), &[s, h])?;
+        let k = self.checkpoint.take_array(&format!("{p}.k_weight"), &[s, h])?;
         let weight: Vec<f32> = q.iter().zip(&k).map(|(q, k)| q * k).collect();
         Ok(Some(Memory {
             ordinal,
