@@ -4,27 +4,38 @@ use crate::cpu::Cpu;
 use crate::cpu::dispatch::{LANES, by_isa, tree};
 use crate::cpu::math::exp;
 use crate::cpu::paged::{paged_row, sequence_of};
-use crate::cpu::tile::{ROWS, TILE, dots, product, take, transpose};
-use crate::formats::decode_row;
+use crate::cpu::scratch::{Loan, take};
+use crate::cpu::stored::decode;
+use crate::cpu::tile::{ROWS, TILE, add_dots, product, rows_from};
+use crate::cpu::transpose::transpose;
 use crate::ops::{ABSENT, Attention};
 use crate::tensor::RowFormat;
 
-/// What a head has seen so far: the largest score and the sum of exponentials relative to it. The
-/// weighted sum of values stands in the output row.
+/// What a head has seen so far: the largest score, the sum of exponentials relative to it, and the
+/// factors that bring the earlier sums and the new piece to that largest score. The weighted sum of
+/// values stands in the output row.
 #[derive(Clone, Copy)]
 struct Seen {
     top: f32,
     sum: f32,
+    old: f32,
+    new: f32,
 }
 
-/// Scratch of a task.
+impl Seen {
+    const NOTHING: Self = Self { top: f32::NEG_INFINITY, sum: 0.0, old: 0.0, new: 0.0 };
+}
+
+/// A piece of keys in panels of [`TILE`] columns of a row, `head_dim` cut up; a panel holds all keys
+/// of the piece and stays in the nearest cache while the heads go over it.
 struct Scratch {
-    /// Keys of a piece, `[TILE, stride]`; columns from `head_dim` to `stride` stay zero.
-    values: Vec<f32>,
-    /// The same keys, `[head_dim, TILE]`.
-    keys: Vec<f32>,
+    /// By panel: `[TILE keys, TILE columns]`.
+    values: Loan,
+    /// By panel: `[TILE columns, TILE keys]`.
+    keys: Loan,
+    /// `[heads, TILE]`: dot products, then weights.
+    scores: Loan,
     seen: Vec<Seen>,
-    stride: usize,
 }
 
 pub(crate) fn attend(cpu: &Cpu, args: &Attention<'_, Cpu>, out: &mut [f32]) {
@@ -36,7 +47,7 @@ pub(crate) fn attend(cpu: &Cpu, args: &Attention<'_, Cpu>, out: &mut [f32]) {
     // A row's heads are shared out only where there are too few rows for the threads: each share
     // reads the row's keys anew.
     let groups = heads.div_ceil(ROWS);
-    let shares = (2 * cpu.threads()).div_ceil(rows).min(cpu.threads()).min(groups);
+    let shares = cpu.threads().div_ceil(rows).min(groups);
     let share = groups.div_ceil(shares) * ROWS;
     let tasks: Vec<(usize, &mut [f32])> = out[..rows * heads * head_dim]
         .chunks_mut(heads * head_dim)
@@ -55,12 +66,12 @@ pub(crate) fn attend(cpu: &Cpu, args: &Attention<'_, Cpu>, out: &mut [f32]) {
 
 impl Scratch {
     fn new(heads: usize, head_dim: usize) -> Self {
-        let stride = head_dim.next_multiple_of(TILE);
+        let panels = head_dim.next_multiple_of(TILE);
         Self {
-            values: vec![0.0; TILE * stride],
-            keys: vec![0.0; TILE * head_dim],
-            seen: vec![Seen { top: f32::NEG_INFINITY, sum: 0.0 }; heads],
-            stride,
+            values: take(TILE * panels),
+            keys: take(TILE * panels),
+            scores: take(heads * TILE),
+            seen: vec![Seen::NOTHING; heads],
         }
     }
 }
@@ -75,34 +86,28 @@ fn attend_row(
     out: &mut [f32],
 ) {
     let Attention { heads, head_dim, .. } = *args;
+    let isa = cpu.isa();
     let count = out.len() / head_dim;
     let q = &args.q[(row * heads + first_head) * head_dim..][..count * head_dim];
-    let seen = &mut scratch.seen[..count];
-    seen.fill(Seen { top: f32::NEG_INFINITY, sum: 0.0 });
+    let Scratch { values, keys, scores, seen } = scratch;
+    let (scores, seen) = (&mut scores[..count * TILE], &mut seen[..count]);
+    seen.fill(Seen::NOTHING);
     out.fill(0.0);
-    let keys = RowKeys::new(args, row);
-    for from in (0..keys.count).step_by(TILE) {
-        let n = TILE.min(keys.count - from);
+    let row_keys = RowKeys::new(args, row);
+    for from in (0..row_keys.count).step_by(TILE) {
+        let n = TILE.min(row_keys.count - from);
         for j in 0..n {
-            let (format, bytes) = keys.get(from + j);
-            decode_row(format, bytes, &mut scratch.values[j * scratch.stride..][..head_dim]);
+            let (format, bytes) = row_keys.get(from + j);
+            decode(isa, format, bytes, head_dim, TILE * TILE, &mut values[j * TILE..]);
         }
-        transpose(cpu.isa(), &scratch.values, scratch.stride, head_dim, &mut scratch.keys);
-        let first = from == 0;
-        piece(
-            cpu.isa(),
-            q,
-            &scratch.keys,
-            &scratch.values,
-            scratch.stride,
-            n,
-            args.scale,
-            first,
-            seen,
-            out,
-        );
+        let size = TILE * TILE;
+        for (values, keys) in values.chunks_exact(size).zip(keys.chunks_exact_mut(size)) {
+            transpose(isa, values, TILE, TILE, keys);
+        }
+        score_piece(isa, q, keys, n, args.scale, scores, seen);
+        add_piece(isa, scores, values, n, seen, out);
     }
-    finish(cpu.isa(), &args.sink[first_head..][..count], seen, out);
+    finish(isa, &args.sink[first_head..][..count], seen, out);
 }
 
 /// The keys of a query in order: selected rows, then the window.
@@ -151,45 +156,51 @@ impl<'a> RowKeys<'a> {
 }
 
 by_isa! {
-    /// Adds a piece of `n` keys to `out` (`[heads, dim]`, sums of values not yet divided).
-    fn piece(
+    /// The weights of a piece of `n` keys for all heads, and what the heads have seen with it.
+    fn score_piece(
         q: &[f32],
         keys: &[f32],
-        values: &[f32],
-        stride: usize,
         n: usize,
         scale: f32,
-        first: bool,
+        scores: &mut [f32],
         seen: &mut [Seen],
-        out: &mut [f32],
     ) {
+        let scores = scores.as_chunks_mut::<TILE>().0;
+        let heads = scores.len();
+        let dim = q.len() / heads;
+        scores.fill([0.0; TILE]);
+        for (panel, keys) in keys.chunks_exact(TILE * TILE).enumerate() {
+            let columns = panel * TILE..dim.min((panel + 1) * TILE);
+            for head in (0..heads).step_by(ROWS) {
+                let rows = rows_from(q, dim, head, heads).map(|row| &row[columns.clone()]);
+                add_dots(rows, keys, &mut scores[head..heads.min(head + ROWS)]);
+            }
+        }
+        for (scores, seen) in scores.iter_mut().zip(seen) {
+            let (top, sum) = exponentials(scores, n, scale);
+            let both = if top > seen.top { top } else { seen.top };
+            // Before the first piece this is e^-inf, exactly 0, unless that piece has no number.
+            let (old, new) = (exp(seen.top - both), exp(top - both));
+            *seen = Seen { top: both, sum: sum.mul_add(new, seen.sum * old), old, new };
+        }
+    }
+}
+
+by_isa! {
+    /// Adds the weighted values of a piece of `n` keys to `out` (`[heads, dim]`, not yet divided).
+    fn add_piece(weights: &[f32], values: &[f32], n: usize, seen: &[Seen], out: &mut [f32]) {
         let heads = seen.len();
         let dim = out.len() / heads;
-        for head in (0..heads).step_by(ROWS) {
-            let count = ROWS.min(heads - head);
-            let mut weights = dots(take(q, dim, head, heads), keys);
-            let mut old = [0.0f32; ROWS];
-            let mut new = [0.0f32; ROWS];
-            for r in 0..count {
-                let (top, sum) = exponentials(&mut weights[r], n, scale);
-                let seen = &mut seen[head + r];
-                if first {
-                    (old[r], new[r]) = (0.0, 1.0);
-                    *seen = Seen { top, sum };
-                } else {
-                    let both = if top > seen.top { top } else { seen.top };
-                    (old[r], new[r]) = (exp(seen.top - both), exp(top - both));
-                    *seen = Seen { top: both, sum: sum.mul_add(new[r], seen.sum * old[r]) };
-                }
-            }
-            let weights: [&[f32]; ROWS] = std::array::from_fn(|r| &weights[r][..n]);
-            for at in (0..dim).step_by(TILE) {
-                let sums = product(weights, &values[at..], stride);
-                let columns = TILE.min(dim - at);
-                for r in 0..count {
-                    let out = &mut out[(head + r) * dim + at..][..columns];
-                    for c in 0..columns {
-                        out[c] = sums[r][c].mul_add(new[r], out[c] * old[r]);
+        for (panel, values) in values.chunks_exact(TILE * TILE).enumerate() {
+            let columns = panel * TILE..dim.min((panel + 1) * TILE);
+            for head in (0..heads).step_by(ROWS) {
+                let rows = rows_from(weights, TILE, head, heads).map(|row| &row[..n]);
+                let sums = product(rows, values);
+                for (r, sums) in sums.iter().enumerate().take(heads - head) {
+                    let Seen { old, new, .. } = seen[head + r];
+                    let out = &mut out[(head + r) * dim..][columns.clone()];
+                    for (out, sum) in out.iter_mut().zip(sums) {
+                        *out = sum.mul_add(new, *out * old);
                     }
                 }
             }
@@ -230,7 +241,7 @@ by_isa! {
     fn finish(sink: &[f32], seen: &[Seen], out: &mut [f32]) {
         let dim = out.len() / seen.len();
         for (head, out) in out.chunks_exact_mut(dim).enumerate() {
-            let Seen { top, sum } = seen[head];
+            let Seen { top, sum, .. } = seen[head];
             let both = if sink[head] > top { sink[head] } else { top };
             let old = exp(top - both);
             let total = sum.mul_add(old, exp(sink[head] - both));

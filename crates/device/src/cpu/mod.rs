@@ -21,8 +21,10 @@ mod rows;
 pub mod sample;
 mod scratch;
 mod select;
+mod stored;
 mod streams;
 mod tile;
+mod transpose;
 
 pub use isa::Isa;
 pub use memory::Buffer;

@@ -4,8 +4,10 @@ use crate::cpu::Cpu;
 use crate::cpu::best::{Best, entry, rank};
 use crate::cpu::dispatch::by_isa;
 use crate::cpu::paged::{paged_row, sequence_of, visible};
-use crate::cpu::tile::{ROWS, TILE, dots, take, transpose};
-use crate::formats::decode_row;
+use crate::cpu::scratch::{Loan, take};
+use crate::cpu::stored::decode;
+use crate::cpu::tile::{CHUNK, ROWS, TILE, add_dots, rows_from};
+use crate::cpu::transpose::transpose;
 use crate::ops::{ABSENT, CandidateShape, Candidates, Selection};
 
 /// Queries of a sequence that share the reading of keys.
@@ -90,15 +92,15 @@ fn tasks(cpu: &Cpu, args: &Selection<'_, Cpu>, alone: bool) -> Vec<Task> {
 
 /// Keys of a tile, decoded.
 struct Keys {
-    rows: Vec<f32>,
+    rows: Loan,
     /// `[width, TILE]`.
-    columns: Vec<f32>,
+    columns: Loan,
     width: usize,
 }
 
 impl Keys {
     fn new(width: usize) -> Self {
-        Self { rows: vec![0.0; TILE * width], columns: vec![0.0; TILE * width], width }
+        Self { rows: take(TILE * width), columns: take(TILE * width), width }
     }
 
     /// Reads compressed rows `indices` (at most [`TILE`]) of a sequence.
@@ -110,7 +112,8 @@ impl Keys {
         indices: impl Iterator<Item = usize>,
     ) {
         for (row, index) in self.rows.chunks_exact_mut(self.width).zip(indices) {
-            decode_row(args.keys.format, paged_row(&args.keys, args.map, sequence, index), row);
+            let bytes = paged_row(&args.keys, args.map, sequence, index);
+            decode(cpu.isa(), args.keys.format, bytes, self.width, TILE, row);
         }
         transpose(cpu.isa(), &self.rows, self.width, self.width, &mut self.columns);
     }
@@ -255,13 +258,17 @@ by_isa! {
         let width = q.len() / heads;
         let mut sums = [0.0f32; TILE];
         for head in (0..heads).step_by(ROWS) {
-            let dots = dots(take(q, width, head, heads), keys);
-            for r in 0..ROWS.min(heads - head) {
-                let weight = weights[head + r];
+            let mut dots = [[0.0f32; TILE]; ROWS];
+            let rows = rows_from(q, width, head, heads);
+            for at in (0..width).step_by(CHUNK) {
+                let n = CHUNK.min(width - at);
+                add_dots(rows.map(|row| &row[at..at + n]), &keys[at * TILE..], &mut dots);
+            }
+            for (dots, weight) in dots.iter().zip(&weights[head..]) {
                 for j in 0..TILE {
                     // NaN stays.
-                    let dot = if dots[r][j] < 0.0 { 0.0 } else { dots[r][j] };
-                    sums[j] = dot.mul_add(weight, sums[j]);
+                    let dot = if dots[j] < 0.0 { 0.0 } else { dots[j] };
+                    sums[j] = dot.mul_add(*weight, sums[j]);
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Products of a few rows with a tile of keys, for attention and for index scores.
 
-use crate::cpu::dispatch::{LANES, by_isa};
+use crate::cpu::dispatch::LANES;
 
 /// Keys in a tile, and columns that are computed together.
 pub(crate) const TILE: usize = 64;
@@ -11,15 +11,15 @@ const VECTORS: usize = TILE / LANES;
 /// Terms summed before their sum is added to the result.
 pub(crate) const CHUNK: usize = 64;
 
-/// `sum_i a[r][i] * b[i * stride + c]` for [`ROWS`] rows and [`TILE`] columns: fused multiply-adds
+/// `sum_i a[r][i] * b[i * TILE + c]` for [`ROWS`] rows and [`TILE`] columns: fused multiply-adds
 /// from zero, `i` ascending.
 #[inline(always)]
-pub(crate) fn product(a: [&[f32]; ROWS], b: &[f32], stride: usize) -> [[f32; TILE]; ROWS] {
+pub(crate) fn product(a: [&[f32]; ROWS], b: &[f32]) -> [[f32; TILE]; ROWS] {
     let n = a[0].len();
     let mut acc = [[[0.0f32; LANES]; VECTORS]; ROWS];
     let a = [&a[0][..n], &a[1][..n], &a[2][..n], &a[3][..n]];
-    for i in 0..n {
-        let b: &[[f32; LANES]; VECTORS] = tile_row(&b[i * stride..][..TILE]);
+    for (i, b) in b.as_chunks::<TILE>().0[..n].iter().enumerate() {
+        let b: &[[f32; LANES]; VECTORS] = tile_row(b);
         for r in 0..ROWS {
             let factor = a[r][i];
             for v in 0..VECTORS {
@@ -29,6 +29,7 @@ pub(crate) fn product(a: [&[f32]; ROWS], b: &[f32], stride: usize) -> [[f32; TIL
             }
         }
     }
+    // Constant indices only, so that the sums above stay in registers.
     let mut out = [[0.0f32; TILE]; ROWS];
     for r in 0..ROWS {
         for v in 0..VECTORS {
@@ -40,55 +41,28 @@ pub(crate) fn product(a: [&[f32]; ROWS], b: &[f32], stride: usize) -> [[f32; TIL
 
 /// A row of a tile as vectors.
 #[inline(always)]
-fn tile_row(row: &[f32]) -> &[[f32; LANES]; VECTORS] {
+fn tile_row(row: &[f32; TILE]) -> &[[f32; LANES]; VECTORS] {
     match row.as_chunks::<LANES>().0.first_chunk::<VECTORS>() {
         Some(row) => row,
         None => &[[0.0; LANES]; VECTORS],
     }
 }
 
-/// Dot products of [`ROWS`] rows with the [`TILE`] keys of `keys` (`[dim, TILE]`): chunks of
-/// [`CHUNK`] terms, whose sums are added in ascending order.
+/// Adds to `totals` the dot products of [`ROWS`] rows with the [`TILE`] keys of `keys`
+/// (`[terms, TILE]`, at most [`CHUNK`] terms). A longer dot product is the sum of its chunks in
+/// ascending order.
 #[inline(always)]
-pub(crate) fn dots(rows: [&[f32]; ROWS], keys: &[f32]) -> [[f32; TILE]; ROWS] {
-    let dim = rows[0].len();
-    let mut total = [[0.0f32; TILE]; ROWS];
-    for at in (0..dim).step_by(CHUNK) {
-        let n = CHUNK.min(dim - at);
-        let part = rows.map(|row| &row[at..at + n]);
-        let sums = product(part, &keys[at * TILE..], TILE);
-        for r in 0..ROWS {
-            for c in 0..TILE {
-                total[r][c] += sums[r][c];
-            }
+pub(crate) fn add_dots(rows: [&[f32]; ROWS], keys: &[f32], totals: &mut [[f32; TILE]]) {
+    let sums = product(rows, keys);
+    for (total, sums) in totals.iter_mut().zip(&sums) {
+        for j in 0..TILE {
+            total[j] += sums[j];
         }
     }
-    total
 }
 
 /// [`ROWS`] rows from `first` on out of `rows` rows of `width`; the last one repeated past the end.
 #[inline(always)]
-pub(crate) fn take(x: &[f32], width: usize, first: usize, rows: usize) -> [&[f32]; ROWS] {
+pub(crate) fn rows_from(x: &[f32], width: usize, first: usize, rows: usize) -> [&[f32]; ROWS] {
     std::array::from_fn(|r| &x[(first + r).min(rows - 1) * width..][..width])
-}
-
-by_isa! {
-    /// `out[d * TILE + j] = rows[j * stride + d]` for [`TILE`] rows of `width`.
-    pub(crate) fn transpose(rows: &[f32], stride: usize, width: usize, out: &mut [f32]) {
-        for at in (0..width).step_by(LANES) {
-            let n = LANES.min(width - at);
-            for from in (0..TILE).step_by(LANES) {
-                let mut square = [[0.0f32; LANES]; LANES];
-                for j in 0..LANES {
-                    square[j][..n].copy_from_slice(&rows[(from + j) * stride + at..][..n]);
-                }
-                for d in 0..n {
-                    let out = &mut out[(at + d) * TILE + from..][..LANES];
-                    for j in 0..LANES {
-                        out[j] = square[j][d];
-                    }
-                }
-            }
-        }
-    }
 }
