@@ -81,8 +81,8 @@ pub struct Consumed {
 }
 
 #[derive(Deserialize)]
-struct Index {
-    weight_map: BTreeMap<String, String>,
+pub(crate) struct Index {
+    pub(crate) weight_map: BTreeMap<String, String>,
 }
 
 impl Checkpoint {
@@ -389,7 +389,7 @@ impl Checkpoint {
     }
 }
 
-fn parse_index(text: &[u8]) -> Result<Index, CheckpointError> {
+pub(crate) fn parse_index(text: &[u8]) -> Result<Index, CheckpointError> {
     let index: Index =
         serde_json::from_slice(text).map_err(|source| CheckpointError::IndexJson { source })?;
     for (tensor, shard) in &index.weight_map {

@@ -6,6 +6,8 @@ pub mod checkpoint;
 pub mod config;
 pub mod engine;
 pub mod engram;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod model;
 pub mod plan;
 pub mod request;

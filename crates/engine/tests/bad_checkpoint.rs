@@ -171,7 +171,7 @@ fn wrong_header_content() {
         with(r#"{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#),
         &["tensor w", "[3]", "12 bytes", "hold 8"],
     );
-    assert!(matches!(error, CheckpointError::TensorBytes { expected: 12, found: 8, .. }));
+    assert!(matches!(error, CheckpointError::TensorBytes { expected: 12, end: 8, .. }));
     let error = refused(
         with(r#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[8,0]}}"#),
         &["8..0", "hold -8"],

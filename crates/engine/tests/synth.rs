@@ -86,7 +86,7 @@ fn bench_has_its_sizes() {
     }
     let active = fp8 + fp4 + plain;
     println!("bench: {total} bytes, {active} active: fp8 {fp8}, fp4 {fp4}, plain {plain}");
-    assert!(total >= 4_000_000_000 && total < 6_000_000_000, "{total}");
+    assert!((4_000_000_000..6_000_000_000).contains(&total), "{total}");
     assert!(active > 1_000_000_000, "{active}");
     let share = |part: u64| part as f64 / (fp8 + fp4) as f64;
     assert!((0.57..0.63).contains(&share(fp8)), "{}", share(fp8));

@@ -132,7 +132,7 @@ pub enum CheckpointError {
     /// Offsets and shape disagree.
     #[error(
         "{shard}: tensor {tensor} of dtype {dtype:?} and shape {shape:?} needs {expected} bytes, but \
-         its offsets {begin}..{end} hold {found}"
+         its offsets {begin}..{end} hold {}", i128::from(*end) - i128::from(*begin)
     )]
     TensorBytes {
         /// File name.
@@ -149,8 +149,6 @@ pub enum CheckpointError {
         begin: u64,
         /// Byte after the last.
         end: u64,
-        /// Bytes between the offsets.
-        found: i128,
     },
     /// More elements than fit in 64 bits.
     #[error("{shard}: tensor {tensor} of shape {shape:?} is too large")]

@@ -83,8 +83,7 @@ fn check_entry(shard: &str, name: String, info: RawInfo) -> Result<Placed, Check
         return Err(CheckpointError::TooLarge { shard: shard.to_owned(), tensor: name, shape });
     };
     let expected = bits.div_ceil(8);
-    let found = end as i128 - begin as i128;
-    if found != expected as i128 {
+    if end.checked_sub(begin) != Some(expected) {
         let (shard, tensor) = (shard.to_owned(), name);
         return Err(CheckpointError::TensorBytes {
             shard,
@@ -94,7 +93,6 @@ fn check_entry(shard: &str, name: String, info: RawInfo) -> Result<Placed, Check
             expected,
             begin,
             end,
-            found,
         });
     }
     Ok(Placed { name, dtype, shape, begin, end })

@@ -81,6 +81,7 @@ const FIXED: &[(&str, &str)] = &[
 /// Bounds that keep every product of two sizes, and their bytes, inside 64 bits.
 const MAX_SIZE: usize = 1 << 24;
 const MAX_LAYERS: usize = 4096;
+const MAX_EXPERTS: usize = 1 << 16;
 
 impl ModelConfig {
     /// Checks every rule. [`ModelConfig::from_json`] has already called it.
@@ -175,13 +176,13 @@ impl TextConfig {
             ("o_lora_rank", self.o_lora_rank),
             ("o_groups", self.o_groups),
             ("moe_intermediate_size", self.moe_intermediate_size),
-            ("n_routed_experts", self.n_routed_experts),
             ("sliding_window", self.sliding_window),
         ] {
             within(field, size, 1, MAX_SIZE)?;
         }
         within("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)?;
         within("num_nextn_predict_layers", self.num_nextn_predict_layers, 0, MAX_LAYERS)?;
+        within("n_routed_experts", self.n_routed_experts, 1, MAX_EXPERTS)?;
         within("hc_mult", self.hc_mult, 1, 64)?;
         within("hc_sinkhorn_iters", self.hc_sinkhorn_iters, 1, 10_000)?;
         within("max_position_embeddings", self.max_position_embeddings, 1, 1 << 31)?;
@@ -324,11 +325,12 @@ impl TextConfig {
                 format!("one number for each of engram_layer_ids {:?}", self.engram_layer_ids);
             return Err(out_of_range("engram_num_embeddings", found, rule));
         }
-        within("engram_max_ngram_size", self.engram_max_ngram_size, 2, 64)?;
-        within("engram_n_heads", self.engram_n_heads, 1, 1024)?;
+        // Every column needs a prime, found by trial division.
+        within("engram_max_ngram_size", self.engram_max_ngram_size, 2, 16)?;
+        within("engram_n_heads", self.engram_n_heads, 1, 64)?;
         within("engram_head_dim", self.engram_head_dim, 1, 1 << 16)?;
         multiple("engram_head_dim", self.engram_head_dim, 32)?;
-        within("engram_vocab_size", self.engram_vocab_size as usize, 2, 1 << 40)?;
+        within("engram_vocab_size", self.engram_vocab_size as usize, 2, 1 << 32)?;
         let compressed = self.engram_compressed_vocab_size;
         within("engram_compressed_vocab_size", compressed, 1, self.vocab_size)?;
         let pad = self.engram_pad_token_id as usize;
@@ -341,7 +343,7 @@ impl TextConfig {
         }
         within("dspark_block_size", self.dspark_block_size, 1, 1024)?;
         within("dspark_markov_rank", self.dspark_markov_rank, 1, MAX_SIZE)?;
-        within("dspark_n_routed_experts", self.dspark_n_routed_experts, 1, MAX_SIZE)?;
+        within("dspark_n_routed_experts", self.dspark_n_routed_experts, 1, MAX_EXPERTS)?;
         let experts = self.dspark_n_routed_experts;
         within("dspark_num_experts_per_tok", self.dspark_num_experts_per_tok, 1, experts)?;
         within("dspark_target_layer_ids (count)", self.dspark_target_layer_ids.len(), 1, 4096)?;
