@@ -4,10 +4,10 @@
 //! text: the caller says where they are ([`Tokenizer::encode_with_specials`]) or asks for a scan
 //! ([`Tokenizer::encode_scanning_specials`]). Decoding works on bytes ([`Decoder`]).
 
+use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::ops::Range;
-use tokenizers::decoders::DecoderWrapper;
 use tokenizers::models::ModelWrapper;
 use tokenizers::{AddedVocabulary, Model};
 
@@ -89,8 +89,8 @@ impl Tokenizer {
     pub fn from_bytes(json: impl AsRef<[u8]>) -> Result<Self> {
         let json = json.as_ref();
         let parse = |error: tokenizers::Error| TokenizerError::Parse { message: error.to_string() };
-        let mut plain = tokenizers::Tokenizer::from_bytes(json).map_err(parse)?;
-        check_kind(&plain)?;
+        Kind::check(json)?;
+        let mut plain = read(json)?;
         plain.with_truncation(None).map_err(parse)?;
         plain.with_padding(None);
 
@@ -264,40 +264,80 @@ impl Tokenizer {
     }
 }
 
-fn check_kind(tokenizer: &tokenizers::Tokenizer) -> Result<()> {
-    match tokenizer.get_model() {
-        ModelWrapper::BPE(bpe) if bpe.dropout.is_some_and(|dropout| dropout > 0.0) => {
-            return Err(TokenizerError::Unsupported {
-                what: "model.dropout",
-                found: format!("{:?}", bpe.dropout),
-                supported: "null",
-            });
+/// The parts of the file that say what kind of tokenizer it is.
+#[derive(Deserialize)]
+struct Kind {
+    model: ModelKind,
+    decoder: Option<DecoderKind>,
+}
+
+#[derive(Deserialize)]
+struct ModelKind {
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    dropout: Option<f32>,
+    continuing_subword_prefix: Option<String>,
+    end_of_word_suffix: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct DecoderKind {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    decoders: Vec<DecoderKind>,
+}
+
+impl Kind {
+    /// Refuses what this engine does not implement. The `tokenizers` crate panics on some of it,
+    /// and on text that is not JSON, so it comes after this.
+    fn check(json: &[u8]) -> Result<()> {
+        let kind: Kind = serde_json::from_slice(json)
+            .map_err(|error| TokenizerError::Parse { message: error.to_string() })?;
+        let model = kind.model;
+        let unsupported = |what, found: &dyn std::fmt::Debug, supported| {
+            Err(TokenizerError::Unsupported { what, found: format!("{found:?}"), supported })
+        };
+        if model.kind.as_deref().is_some_and(|kind| kind != "BPE") {
+            return unsupported("model.type", &model.kind, "\"BPE\"");
         }
-        ModelWrapper::BPE(_) => {}
-        _ => {
-            return Err(TokenizerError::Unsupported {
-                what: "model",
-                found: "of another kind".into(),
-                supported: "BPE",
-            });
+        if model.dropout.is_some_and(|dropout| dropout != 0.0) {
+            return unsupported("model.dropout", &model.dropout, "null");
         }
+        let prefix = &model.continuing_subword_prefix;
+        if prefix.as_ref().is_some_and(|prefix| !prefix.is_empty()) {
+            return unsupported("model.continuing_subword_prefix", prefix, "null");
+        }
+        let suffix = &model.end_of_word_suffix;
+        if suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
+            return unsupported("model.end_of_word_suffix", suffix, "null");
+        }
+        let kinds: Vec<String> = match kind.decoder {
+            None => Vec::new(),
+            Some(decoder) if decoder.kind == "Sequence" => {
+                decoder.decoders.into_iter().map(|decoder| decoder.kind).collect()
+            }
+            Some(decoder) => vec![decoder.kind],
+        };
+        if kinds != ["ByteLevel"] {
+            return unsupported("decoder", &kinds, "[\"ByteLevel\"]");
+        }
+        Ok(())
     }
-    let byte_level = |decoder: &DecoderWrapper| matches!(decoder, DecoderWrapper::ByteLevel(_));
-    let ok = match tokenizer.get_decoder() {
-        Some(DecoderWrapper::Sequence(sequence)) => {
-            sequence.get_decoders().len() == 1 && sequence.get_decoders().iter().all(byte_level)
+}
+
+/// Reads the file with the `tokenizers` crate. Its panics on odd files become errors.
+fn read(json: &[u8]) -> Result<tokenizers::Tokenizer> {
+    let read = || tokenizers::Tokenizer::from_bytes(json);
+    let message = match std::panic::catch_unwind(read) {
+        Ok(Ok(tokenizer)) if matches!(tokenizer.get_model(), ModelWrapper::BPE(_)) => {
+            return Ok(tokenizer);
         }
-        Some(decoder) => byte_level(decoder),
-        None => false,
+        Ok(Ok(_)) => "the model is not a BPE".into(),
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => "the tokenizers crate cannot read this file".into(),
     };
-    if ok {
-        return Ok(());
-    }
-    Err(TokenizerError::Unsupported {
-        what: "decoder",
-        found: "of another kind".into(),
-        supported: "ByteLevel",
-    })
+    Err(TokenizerError::Parse { message })
 }
 
 /// The byte-level alphabet in the order of its bytes: printable Latin-1 characters stand for themselves, the other bytes, in
