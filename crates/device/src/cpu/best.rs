@@ -5,12 +5,10 @@ use crate::ops::ABSENT;
 /// A score as an integer that sorts as the score does: zeros are equal, NaN lies below everything.
 #[inline(always)]
 pub(crate) fn rank(score: f32) -> u32 {
-    if score.is_nan() {
-        return 0;
-    }
     // Adding 0 turns -0 into +0.
     let bits = (score + 0.0).to_bits();
-    if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 }
+    let rank = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
+    if score.is_nan() { 0 } else { rank }
 }
 
 /// A ranked index; larger is better, and of equal ranks the lower index.

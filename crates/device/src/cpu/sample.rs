@@ -70,10 +70,7 @@ pub(crate) fn sample(
 
 fn choose(isa: Isa, logits: &[f32], row: &SampleRow, survivors: &mut Survivors) -> u32 {
     if is_greedy(row) {
-        return match best(logits) {
-            Some(best) => index_of(best),
-            None => ABSENT,
-        };
+        return best(isa, logits).unwrap_or(ABSENT);
     }
     if !survivors.find(isa, logits, row) {
         return ABSENT;
@@ -89,9 +86,33 @@ fn is_greedy(row: &SampleRow) -> bool {
 }
 
 /// The largest logit with the lowest id; none if no token is possible.
-fn best(logits: &[f32]) -> Option<u64> {
-    let best = logits.iter().enumerate().map(|(id, x)| entry(rank(*x), id)).max()?;
-    ((best >> 32) as u32 > rank(f32::NEG_INFINITY)).then_some(best)
+fn best(isa: Isa, logits: &[f32]) -> Option<u32> {
+    let mut found = None;
+    largest(isa, logits, &mut found);
+    found
+}
+
+by_isa! {
+    fn largest(logits: &[f32], found: &mut Option<u32>) {
+        let mut tops = [0u32; LANES];
+        let (blocks, rest) = logits.as_chunks::<LANES>();
+        for block in blocks {
+            for l in 0..LANES {
+                tops[l] = rank(block[l]).max(tops[l]);
+            }
+        }
+        let top = rest.iter().map(|x| rank(*x)).chain(tops).max().unwrap_or(0);
+        if top <= rank(f32::NEG_INFINITY) {
+            return;
+        }
+        for (block, logits) in logits.chunks(4 * LANES).enumerate() {
+            if logits.iter().fold(false, |any, x| any | (rank(*x) == top)) {
+                let at = logits.iter().position(|x| rank(*x) == top);
+                *found = at.map(|at| (4 * LANES * block + at) as u32);
+                return;
+            }
+        }
+    }
 }
 
 /// The tokens of a row that may be drawn.
@@ -107,8 +128,8 @@ struct Survivors {
 impl Survivors {
     /// Applies temperature, top-k, top-p and min-p. False if no token is possible.
     fn find(&mut self, isa: Isa, logits: &[f32], row: &SampleRow) -> bool {
-        let Some(best) = best(logits) else { return false };
-        let top = logits[index_of(best) as usize];
+        let Some(best) = best(isa, logits) else { return false };
+        let top = logits[best as usize];
         self.x.resize(logits.len(), 0.0);
         scale(isa, logits, top, row.temperature, &mut self.x);
         let by_count = row.top_k > 0 && (row.top_k as usize) < logits.len();
@@ -119,15 +140,15 @@ impl Survivors {
             weights(isa, &self.x, &mut self.weight);
         }
         if by_count || by_mass {
-            self.ranks.clear();
-            self.ranks.extend(logits.iter().map(|x| rank(*x)));
+            self.ranks.resize(logits.len(), 0);
+            ranks(isa, logits, &mut self.ranks);
         }
         if by_count {
             let cut = Cut::find(&self.ranks, |_| 1, u64::from(row.top_k) - 1);
             cut.apply(&self.ranks, &mut self.x);
         }
         if by_mass {
-            let mass = |id: usize| (self.weight[id] * MASS) as u64;
+            let mass = |id: usize| mass(self.weight[id]);
             let total: u64 = (0..logits.len()).map(mass).sum();
             // floor(p * total), p in steps of 2^-32; negative p counts as 0.
             let p = (row.top_p * 4_294_967_296.0) as u64;
@@ -156,6 +177,20 @@ by_isa! {
     }
 }
 
+/// The mass of a token of relative weight up to 1.
+#[inline(always)]
+fn mass(weight: f32) -> u64 {
+    (weight * MASS) as u64
+}
+
+by_isa! {
+    fn ranks(logits: &[f32], out: &mut [u32]) {
+        for (out, logit) in out.iter_mut().zip(logits) {
+            *out = rank(*logit);
+        }
+    }
+}
+
 by_isa! {
     fn weights(x: &[f32], out: &mut [f32]) {
         for (out, x) in out.iter_mut().zip(x) {
@@ -172,14 +207,13 @@ by_isa! {
                 continue;
             }
             let first = block * LANES;
+            // A loop of its own, so that all lanes draw at once.
             let mut noise = [0.0f32; LANES];
             for l in 0..LANES {
                 noise[l] = token_noise(row.seed, row.position, (first + l) as u32, row.sample);
             }
             for (l, x) in x.iter().enumerate() {
-                if *x > f32::NEG_INFINITY {
-                    *best = entry(rank(*x + noise[l]), first + l).max(*best);
-                }
+                *best = entry(rank(*x + noise[l]), first + l).max(*best);
             }
         }
     }
@@ -195,28 +229,41 @@ struct Cut {
 impl Cut {
     /// Keeps the tokens whose preceding mass does not exceed `limit`. Equal ranks have equal masses.
     fn find(ranks: &[u32], mass: impl Fn(usize) -> u64, limit: u64) -> Self {
-        // Radix descent: the bucket in which the limit is exceeded, eleven bits at a time.
+        // Radix descent: the bucket in which the limit is exceeded, eleven bits at a time. Only the
+        // first descent reads all tokens.
         let mut buckets = vec![0u64; 2048];
+        let mut inside: Vec<u32> = Vec::new();
         let (mut prefix, mut before) = (0u32, 0u64);
         for (shift, bits) in [(21, 11), (10, 11), (0, 10)] {
             buckets.fill(0);
-            for (id, rank) in ranks.iter().enumerate() {
-                if u64::from(*rank) >> (shift + bits) == u64::from(prefix) {
-                    buckets[(rank >> shift & ((1 << bits) - 1)) as usize] += mass(id);
+            let digit = |rank: u32| (rank >> shift & ((1 << bits) - 1)) as usize;
+            if shift == 21 {
+                for (id, rank) in ranks.iter().enumerate() {
+                    buckets[digit(*rank)] += mass(id);
+                }
+            } else {
+                for id in &inside {
+                    buckets[digit(ranks[*id as usize])] += mass(*id as usize);
                 }
             }
-            let mut digit = (1u32 << bits) - 1;
-            while before + buckets[digit as usize] <= limit {
-                before += buckets[digit as usize];
-                if digit == 0 {
+            let mut found = (1usize << bits) - 1;
+            while before + buckets[found] <= limit {
+                before += buckets[found];
+                if found == 0 {
                     // Nothing exceeds the limit: all survive.
                     return Self { rank: 0, ties: u64::MAX };
                 }
-                digit -= 1;
+                found -= 1;
             }
-            prefix = prefix << bits | digit;
+            if shift == 21 {
+                let ids = ranks.iter().enumerate().filter(|(_, rank)| digit(**rank) == found);
+                inside.extend(ids.map(|(id, _)| id as u32));
+            } else {
+                inside.retain(|id| digit(ranks[*id as usize]) == found);
+            }
+            prefix = prefix << bits | found as u32;
         }
-        let each = ranks.iter().position(|rank| *rank == prefix).map_or(1, mass).max(1);
+        let each = inside.first().map_or(1, |id| mass(*id as usize)).max(1);
         Self { rank: prefix, ties: (limit - before) / each + 1 }
     }
 
@@ -248,10 +295,10 @@ pub fn processed_logprobs(logits: &[f32], row: &SampleRow) -> Vec<f32> {
 
 /// Log-softmax of a whole row.
 pub fn raw_logprobs(logits: &[f32]) -> Vec<f32> {
-    let Some(best) = best(logits) else { return vec![f32::NEG_INFINITY; logits.len()] };
-    let top = logits[index_of(best) as usize];
+    let isa = Isa::detect();
+    let Some(best) = best(isa, logits) else { return vec![f32::NEG_INFINITY; logits.len()] };
     let mut x = vec![0.0; logits.len()];
-    scale(Isa::detect(), logits, top, 1.0, &mut x);
+    scale(isa, logits, logits[best as usize], 1.0, &mut x);
     normalize(x)
 }
 
