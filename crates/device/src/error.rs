@@ -34,4 +34,13 @@ pub enum DeviceError {
         /// What the system said.
         reason: String,
     },
+    /// The thread that runs the device has ended.
+    #[error("the device's thread has stopped")]
+    Stopped,
+    /// A step names a slot without a sequence.
+    #[error("slot {slot} has no sequence")]
+    EmptySlot {
+        /// The slot.
+        slot: u32,
+    },
 }

@@ -8,6 +8,7 @@
 mod geometry;
 pub mod pages;
 pub mod prefix;
+pub mod tiers;
 mod snapshot;
 
 pub use geometry::{CacheFormat, Geometry, RowFormats};

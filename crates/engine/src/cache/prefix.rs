@@ -108,12 +108,14 @@ pub struct NewSnapshot {
 pub struct Description {
     /// Its key.
     pub key: Key,
-    /// Key of the node it hangs under; a root's key is [`PrefixIndex::root_key`].
+    /// Key of the node it hangs under; see `at_root`.
     pub parent: Key,
     /// A page's tokens, or the tokens of a state after its last full page.
     pub tokens: Arc<[u32]>,
     /// `None` for pages. Earliest position at which a state can be cut.
     pub lowest: Option<usize>,
+    /// Whether the parent is a root.
+    pub at_root: bool,
 }
 
 /// The index.
@@ -229,7 +231,7 @@ impl PrefixIndex {
         let mut id = self.root(salt);
         self.node_mut(id).used = now;
         for (text, &page) in tokens.chunks_exact(self.page_tokens).zip(pages) {
-            let parent = self.node(id).key;
+            let (parent, at_root) = (self.node(id).key, self.node(id).parent.is_none());
             id = match self.node(id).children.get(text) {
                 Some(&child) => child,
                 None => self.add_node(id, text.into()),
@@ -241,7 +243,8 @@ impl PrefixIndex {
                 pools.pages.retain(page);
                 if !node.stored {
                     let tokens = text.into();
-                    let description = Description { key: node.key, parent, tokens, lowest: None };
+                    let key = node.key;
+                    let description = Description { key, parent, tokens, lowest: None, at_root };
                     inserted.pages.push((description, page));
                 }
             }
@@ -289,14 +292,21 @@ impl PrefixIndex {
         let snapshot =
             Snapshot { key, position, lowest, slot: Some(slot), open, stored: false, used: now };
         self.node_mut(id).snapshots.insert(tail.clone(), snapshot);
-        let description = Description { key, parent, tokens: tail, lowest: Some(lowest) };
+        let description =
+            Description { key, parent, tokens: tail, lowest: Some(lowest), at_root: end == 0 };
         Some(NewSnapshot { description, slot, open })
     }
 
     /// Enters an entry that a lower tier holds. Returns false if its parent is not known (yet), or
     /// if it does not fit the tree.
     pub fn restore(&mut self, entry: &Description) -> bool {
+        if entry.at_root && !self.by_key.contains_key(&entry.parent) {
+            self.add_root(entry.parent);
+        }
         let Some(&(id, None)) = self.by_key.get(&entry.parent) else { return false };
+        if entry.at_root != self.node(id).parent.is_none() {
+            return false;
+        }
         let end = self.node(id).end;
         match entry.lowest {
             None => {
@@ -349,26 +359,29 @@ impl PrefixIndex {
     }
 
     /// Key of the root of a salt's tree.
-    pub fn root_key(&self, salt: Option<&str>) -> Key {
+    fn root_key(&self, salt: Option<&str>) -> Key {
         digest(&[&self.identity, &[u8::from(salt.is_some())], salt.unwrap_or("").as_bytes()])
     }
 
-    /// Makes the root of a salt's tree known, so that entries can be restored under it.
-    pub fn root(&mut self, salt: Option<&str>) -> NodeId {
+    fn root(&mut self, salt: Option<&str>) -> NodeId {
         let key = self.root_key(salt);
         match self.by_key.get(&key) {
             Some(&(id, _)) => id,
-            None => self.place(Node {
-                key,
-                parent: None,
-                end: 0,
-                children: BTreeMap::new(),
-                snapshots: BTreeMap::new(),
-                page: None,
-                stored: false,
-                used: 0,
-            }),
+            None => self.add_root(key),
         }
+    }
+
+    fn add_root(&mut self, key: Key) -> NodeId {
+        self.place(Node {
+            key,
+            parent: None,
+            end: 0,
+            children: BTreeMap::new(),
+            snapshots: BTreeMap::new(),
+            page: None,
+            stored: false,
+            used: 0,
+        })
     }
 
     fn add_node(&mut self, parent: NodeId, tokens: Arc<[u32]>) -> NodeId {

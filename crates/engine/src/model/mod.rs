@@ -21,6 +21,7 @@ pub mod streams;
 
 pub use batch::{Batch, Limits};
 pub use layer::Layer;
+pub use load::LoadError;
 pub use probe::{NoProbe, Probe};
 pub use scratch::Scratch;
 

@@ -88,6 +88,15 @@ pub enum RequestError {
         /// The limit.
         limit: f64,
     },
+    /// The request's own rules leave no token.
+    #[error(
+        "every token is forbidden at output position {position}; relax allowed_tokens, logit_bias \
+         or bad_words"
+    )]
+    NothingAllowed {
+        /// Tokens produced before.
+        position: usize,
+    },
     /// The engine has stopped.
     #[error("the engine has stopped: {reason}")]
     Stopped {

@@ -1,0 +1,94 @@
+//! Why an engine could not start.
+
+use crate::checkpoint::CheckpointError;
+use crate::engram::EngramError;
+use crate::model::LoadError;
+use crate::plan_memory::DoesNotFit;
+use crate::tokenizer::TokenizerError;
+use deepinfer_device::DeviceError;
+
+/// Why an engine could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A setting that is not understood.
+    #[error("{name} is {value:?}; it must be {expected}")]
+    Setting {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// A setting that is too small for the others.
+    #[error("{name} is {value}; with these settings it must be at least {least}")]
+    TooSmall {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: usize,
+        /// The least that works.
+        least: usize,
+    },
+    /// More drafts than the checkpoint can make.
+    #[error("cannot draft {wanted} tokens ahead: the checkpoint drafts blocks of at most {block}")]
+    DraftLength {
+        /// What was given.
+        wanted: usize,
+        /// The checkpoint's block; 0 if it has no draft stages.
+        block: usize,
+    },
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Checkpoint(Box<CheckpointError>),
+    /// Its tokenizer cannot be read.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// Its tokenizer does not give the n-gram memory that it was trained with.
+    #[error(transparent)]
+    Engram(Box<EngramError>),
+    /// Its weights cannot be used.
+    #[error(transparent)]
+    Load(Box<LoadError>),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// There is not enough memory.
+    #[error(transparent)]
+    DoesNotFit(#[from] DoesNotFit),
+    /// The directory of the prefix cache cannot be used.
+    #[error("cannot use {dir} for the prefix cache: {reason}")]
+    CacheDir {
+        /// The directory.
+        dir: String,
+        /// What the system said.
+        reason: std::io::Error,
+    },
+    /// A thread could not start.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+}
+
+impl EngineError {
+    pub(super) fn setting(name: &'static str, value: &str, expected: &'static str) -> Self {
+        Self::Setting { name, value: value.to_owned(), expected }
+    }
+}
+
+impl From<CheckpointError> for EngineError {
+    fn from(error: CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
+}
+
+impl From<EngramError> for EngineError {
+    fn from(error: EngramError) -> Self {
+        Self::Engram(Box::new(error))
+    }
+}
+
+impl From<LoadError> for EngineError {
+    fn from(error: LoadError) -> Self {
+        Self::Load(Box::new(error))
+    }
+}

@@ -1,0 +1,98 @@
+//! Many requests at once, without streaming.
+
+use super::Engine;
+use crate::request::{Completion, Request, RequestError, RequestHandle};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// How far a batch has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Requests that have ended.
+    pub done: usize,
+    /// Requests in all.
+    pub total: usize,
+    /// Tokens produced.
+    pub tokens: usize,
+}
+
+/// A request under way.
+struct Running {
+    index: usize,
+    handle: RequestHandle,
+    completion: Completion,
+}
+
+impl Engine {
+    /// Runs all requests and returns one result for each, in order. `progress` is told whenever
+    /// something has changed.
+    pub fn generate(
+        &self,
+        requests: Vec<Request>,
+        mut progress: impl FnMut(Progress),
+    ) -> Vec<Result<Completion, RequestError>> {
+        let total = requests.len();
+        let mut results: Vec<Option<Result<Completion, RequestError>>> = vec![None; total];
+        let mut left: VecDeque<(usize, Request)> = requests.into_iter().enumerate().collect();
+        let mut running: VecDeque<Running> = VecDeque::new();
+        let mut told = Progress { total, ..Progress::default() };
+        progress(told);
+        while told.done < total {
+            self.fill(&mut left, &mut running, &mut results);
+            let mut now = Progress { done: 0, total, tokens: told.tokens };
+            let before = told;
+            running.retain_mut(|request| {
+                while let Some(event) = request.handle.try_recv() {
+                    let had = request.completion.tokens.len();
+                    let ended = request.completion.push(event);
+                    now.tokens += request.completion.tokens.len() - had;
+                    match ended {
+                        Ok(false) => {}
+                        Ok(true) => {
+                            let completion = std::mem::take(&mut request.completion);
+                            results[request.index] = Some(Ok(completion));
+                            return false;
+                        }
+                        Err(error) => {
+                            results[request.index] = Some(Err(error));
+                            return false;
+                        }
+                    }
+                }
+                true
+            });
+            now.done = results.iter().filter(|r| r.is_some()).count();
+            told = now;
+            if now != before {
+                progress(now);
+            } else if !running.is_empty() || !left.is_empty() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let missing = || Err(RequestError::Stopped { reason: "no result".into() });
+        results.into_iter().map(|r| r.unwrap_or_else(missing)).collect()
+    }
+
+    /// Submits requests while the queue takes them.
+    fn fill(
+        &self,
+        left: &mut VecDeque<(usize, Request)>,
+        running: &mut VecDeque<Running>,
+        results: &mut [Option<Result<Completion, RequestError>>],
+    ) {
+        while let Some((index, request)) = left.pop_front() {
+            // Room is left in the queue for others, and for what the loop has not yet taken in.
+            if running.len() >= self.queue_limit.div_ceil(2) {
+                return left.push_front((index, request));
+            }
+            match self.submit(request.clone()) {
+                Ok(handle) => {
+                    let completion = Completion::default();
+                    running.push_back(Running { index, handle, completion });
+                }
+                Err(RequestError::QueueFull { .. }) => return left.push_front((index, request)),
+                Err(error) => results[index] = Some(Err(error)),
+            }
+        }
+    }
+}

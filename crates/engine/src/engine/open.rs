@@ -1,0 +1,79 @@
+//! From a checkpoint to a running engine.
+
+use super::{Engine, EngineConfig, EngineError, PrefixCache};
+use crate::cache::tiers::Tiers;
+use crate::checkpoint::{Checkpoint, Source};
+use crate::engram::Engram;
+use crate::model::Model;
+use crate::plan_memory::MemoryPlan;
+use crate::schedule::Shape;
+use crate::tokenizer::Tokenizer;
+use crate::worker::ModelWorker;
+use deepinfer_device::Device;
+use deepinfer_device::cpu::Cpu;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+impl Engine {
+    /// Opens a checkpoint on the CPU. `progress` is told how many of how many parts are loaded.
+    pub fn open(
+        source: Source,
+        config: &EngineConfig,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self, EngineError> {
+        let mut checkpoint = Checkpoint::open(source)?;
+        MemoryPlan::new(&checkpoint, config)?.check_host()?;
+        let tokenizer = Arc::new(Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?);
+        let identity = identity(&checkpoint, &tokenizer)?;
+        let device = Arc::new(Cpu::new(config.threads)?);
+        let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
+        let model = Model::load(&*device, &mut checkpoint, engram, progress)?;
+        Self::new(device, Arc::new(model), Some(tokenizer), &identity, config)
+    }
+
+    /// An engine over a loaded model. `identity` names the checkpoint, for the prefix cache.
+    pub fn new<D: Device>(
+        device: Arc<D>,
+        model: Arc<Model<D>>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        identity: &[u8],
+        config: &EngineConfig,
+    ) -> Result<Self, EngineError> {
+        let mut shape = Shape::new(&model.config, config, identity)?;
+        let worker = ModelWorker::new(device, model, &shape, config.cache_format)?;
+        (shape.slot_bytes, shape.page_bytes) = worker.cache_bytes();
+        let tiers = match &config.prefix_cache {
+            PrefixCache::Off | PrefixCache::Device => Tiers::default(),
+            PrefixCache::Host => Tiers::host(config.host_cache_bytes),
+            PrefixCache::Disk(dir) => {
+                let bytes = (config.host_cache_bytes, config.disk_cache_bytes);
+                Tiers::disk(bytes.0, dir, bytes.1, &shape.identity).map_err(|reason| {
+                    EngineError::CacheDir { dir: dir.display().to_string(), reason }
+                })?
+            }
+        };
+        Self::with_worker(worker, shape, tiers, tokenizer, config.overlap)
+    }
+}
+
+/// A name for a checkpoint's content: its configuration, its tokenizer, the headers of its shards
+/// and a sample of their bytes.
+pub fn identity(checkpoint: &Checkpoint, tokenizer: &Tokenizer) -> Result<Vec<u8>, EngineError> {
+    const SAMPLES: usize = 256;
+    const LENGTH: usize = 256;
+    let mut hash = Sha256::new();
+    hash.update(checkpoint.config().to_json());
+    hash.update(tokenizer.digest());
+    let shards: BTreeSet<&str> = checkpoint.tensors().map(|t| t.shard).collect();
+    for shard in shards {
+        let Some(file) = checkpoint.source().map(shard)? else { continue };
+        hash.update(shard);
+        hash.update((file.len() as u64).to_le_bytes());
+        for i in 0..SAMPLES {
+            let at = i * (file.len() / SAMPLES);
+            hash.update(&file[at..(at + LENGTH).min(file.len())]);
+        }
+    }
+    Ok(hash.finalize().to_vec())
+}

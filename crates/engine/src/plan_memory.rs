@@ -1,0 +1,200 @@
+//! How memory will be used, before anything is loaded.
+
+use crate::cache::{CacheFormat, Geometry};
+use crate::checkpoint::{Checkpoint, Part};
+use crate::config::TextConfig;
+use crate::engine::{EngineConfig, EngineError};
+use crate::schedule::{Shape, geometry};
+use crate::worker::limits;
+use deepinfer_device::RowFormat;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Memory of an engine, in bytes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MemoryPlan {
+    /// Stored weights by part, read in place from the mapped files. Not all of them need be in
+    /// memory at a time.
+    pub mapped_weights: BTreeMap<String, u64>,
+    /// Bytes of a sequence whatever its length: rings and pending rows.
+    pub sequence_bytes: u64,
+    /// Bytes of a token in the page pool.
+    pub token_bytes: f64,
+    /// Tokens in a page.
+    pub page_tokens: usize,
+    /// Slots of running sequences.
+    pub sequences: usize,
+    /// Slots of prefix cache snapshots.
+    pub snapshots: usize,
+    /// Tokens that the page pool holds.
+    pub pool_tokens: usize,
+    /// Most tokens of one sequence.
+    pub longest_sequence: usize,
+    /// All slots.
+    pub slot_pool_bytes: u64,
+    /// All pages.
+    pub page_pool_bytes: u64,
+    /// Work space of a step: bounded by its rows, whatever the context.
+    pub scratch_bytes: u64,
+    /// Host memory for prefixes and for requests that lost their place, at most.
+    pub host_cache_bytes: u64,
+    /// Everything that is allocated at the start: slots, pages, scratch.
+    pub allocated_bytes: u64,
+}
+
+/// There is not enough memory.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{needed} bytes are needed before the first request ({slots} for sequence slots, {pages} for \
+     {tokens} cached tokens, {scratch} for work space), but only {available} are available; lower \
+     kv_tokens, max_seqs, device_snapshots or max_batch_tokens"
+)]
+pub struct DoesNotFit {
+    /// Bytes wanted at the start.
+    pub needed: u64,
+    /// Of these, for slots.
+    pub slots: u64,
+    /// Of these, for pages.
+    pub pages: u64,
+    /// Tokens in those pages.
+    pub tokens: usize,
+    /// Of these, for work space.
+    pub scratch: u64,
+    /// Bytes available.
+    pub available: u64,
+}
+
+impl MemoryPlan {
+    /// Plans an engine on a CPU.
+    pub fn new(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Self, EngineError> {
+        let model = checkpoint.config();
+        let text = &model.text_config;
+        let shape = Shape::new(model, config, &[])?;
+        let geometry = geometry(model);
+        let (slot, page) = cache_bytes(text, &geometry, config.cache_format);
+        let mut mapped_weights = BTreeMap::new();
+        for tensor in checkpoint.tensors() {
+            *mapped_weights.entry(part_name(tensor.part)).or_default() += tensor.bytes;
+        }
+        let slots = shape.max_seqs + shape.device_snapshots;
+        let slot_pool_bytes = (slots * slot) as u64;
+        let page_pool_bytes = (shape.pages * page) as u64;
+        let scratch_bytes = scratch_bytes(text, &shape);
+        Ok(Self {
+            mapped_weights,
+            sequence_bytes: slot as u64,
+            token_bytes: page as f64 / geometry.page_tokens as f64,
+            page_tokens: geometry.page_tokens,
+            sequences: shape.max_seqs,
+            snapshots: shape.device_snapshots,
+            pool_tokens: shape.pages * shape.page_tokens,
+            longest_sequence: shape.max_tokens,
+            slot_pool_bytes,
+            page_pool_bytes,
+            scratch_bytes,
+            host_cache_bytes: (config.swap_bytes
+                + match config.prefix_cache {
+                    crate::engine::PrefixCache::Off | crate::engine::PrefixCache::Device => 0,
+                    _ => config.host_cache_bytes,
+                }) as u64,
+            allocated_bytes: slot_pool_bytes + page_pool_bytes + scratch_bytes,
+        })
+    }
+
+    /// Checks the plan against `available` bytes.
+    pub fn check(&self, available: u64) -> Result<(), DoesNotFit> {
+        if self.allocated_bytes <= available {
+            return Ok(());
+        }
+        Err(DoesNotFit {
+            needed: self.allocated_bytes,
+            slots: self.slot_pool_bytes,
+            pages: self.page_pool_bytes,
+            tokens: self.pool_tokens,
+            scratch: self.scratch_bytes,
+            available,
+        })
+    }
+
+    /// Checks the plan against the memory that this machine has available, where it says so.
+    pub fn check_host(&self) -> Result<(), DoesNotFit> {
+        available_memory().map_or(Ok(()), |available| self.check(available))
+    }
+
+    /// How many sequences of `tokens` tokens run at a time.
+    pub fn sequences_of(&self, tokens: usize) -> usize {
+        let pages = tokens.div_ceil(self.page_tokens).max(1);
+        (self.pool_tokens / self.page_tokens / pages).min(self.sequences)
+    }
+}
+
+/// Bytes of a slot and of a page.
+fn cache_bytes(c: &TextConfig, geometry: &Geometry, format: CacheFormat) -> (usize, usize) {
+    let formats = format.row_formats(RowFormat::F32);
+    let rings = c.num_hidden_layers + c.num_nextn_predict_layers;
+    let mut slot = rings * geometry.ring_len * formats.window.row_bytes(c.head_dim);
+    let mut page = 0;
+    for &layer in &c.kv_source_layer_ids {
+        let ratio = c.compress_ratios[layer];
+        if ratio > 1 {
+            slot += geometry.pending_len(ratio) * 2 * c.head_dim * 4;
+        }
+        let row =
+            formats.compressed.row_bytes(c.head_dim) + formats.index.row_bytes(c.index_head_dim);
+        page += geometry.rows_per_page(ratio) * row;
+    }
+    (slot, page)
+}
+
+/// Bytes of [`crate::model::Scratch`], [`crate::model::Batch`] and of drafting, counted from above.
+fn scratch_bytes(c: &TextConfig, shape: &Shape) -> u64 {
+    let limits = limits(shape);
+    let (h, s) = (c.hidden_size, c.hc_mult);
+    let heads = c.num_attention_heads * c.head_dim;
+    let experts = c.n_routed_experts.max(c.dspark_n_routed_experts);
+    let features = c.dspark_target_layer_ids.len() * h;
+    let columns = c.hash_columns();
+    let memory = columns * c.engram_head_dim;
+    let row = 2 * s * h
+        + 4 * h
+        + (2 + s) * s
+        + 2 * s
+        + 2 * c.q_lora_rank
+        + 2 * heads
+        + 8 * c.head_dim
+        + 4 * c.index_head_dim
+        + c.index_n_heads * (c.index_head_dim + 1)
+        + c.index_topk
+        + c.candidate_topk_blocks
+        + c.o_groups * c.o_lora_rank
+        + experts
+        + 4 * c.num_experts_per_tok.max(c.dspark_num_experts_per_tok)
+        + memory
+        + if memory > 0 { (s + 1) * h } else { 0 }
+        + 2 * features
+        + h
+        + 2 * columns * c.engram_layer_ids.len()
+        + 8 * c.qk_rope_head_dim
+        + 32;
+    let pages = 2 * limits.sequences * limits.pages;
+    let drafts = match shape.drafts {
+        0 => 0,
+        _ => {
+            let rows = limits.sequences * c.dspark_block_size;
+            rows * (h + c.vocab_size) + limits.sequences * (2 * c.vocab_size + 3 * h)
+        }
+    };
+    4 * (limits.rows * row + limits.outputs * c.vocab_size + pages + drafts) as u64
+}
+
+fn part_name(part: Part) -> String {
+    format!("{part:?}").to_lowercase()
+}
+
+/// Memory that the system could give to this process.
+fn available_memory() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kilobytes: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kilobytes * 1024)
+}

@@ -1,0 +1,216 @@
+//! What one sequence's parameters mean for a row of its logits.
+
+use super::NEUTRAL;
+use crate::request::SamplingParams;
+use crate::work::Opening;
+use deepinfer_device::ops::{BiasEntry, PenaltyRow, SampleRow, TokenCount};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A sequence's text and parameters, as far as the choice of tokens depends on them.
+pub struct SlotText {
+    params: Arc<SamplingParams>,
+    seed: u64,
+    prompt_len: usize,
+    tokens: Vec<u32>,
+    /// Occurrences in output and prompt, kept if penalties are on.
+    counts: HashMap<u32, (u32, u32)>,
+    /// Bits of the allowed tokens.
+    mask: Option<Vec<u32>>,
+    /// Forbidden until enough tokens have been produced.
+    ends: Vec<u32>,
+    never: Option<u32>,
+}
+
+impl SlotText {
+    /// Takes over what the scheduler knows. `ends` end a text, and `never` is never produced.
+    pub fn new(opening: Opening, vocab: usize, ends: &[u32], never: Option<u32>) -> Self {
+        let params = opening.params;
+        let mask = (!params.allowed_tokens.is_empty()).then(|| {
+            let mut bits = vec![0u32; vocab.div_ceil(32)];
+            for &token in &params.allowed_tokens {
+                bits[token as usize / 32] |= 1 << (token % 32);
+            }
+            bits
+        });
+        let mut forbidden = params.stop_tokens.clone();
+        if !params.ignore_eos {
+            forbidden.extend_from_slice(ends);
+        }
+        let mut text = Self {
+            params,
+            seed: opening.seed,
+            prompt_len: opening.prompt_len,
+            tokens: Vec::new(),
+            counts: HashMap::new(),
+            mask,
+            ends: forbidden,
+            never,
+        };
+        opening.tokens.into_iter().for_each(|token| text.push(token));
+        text
+    }
+
+    /// All tokens so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The parameters.
+    pub fn params(&self) -> &SamplingParams {
+        &self.params
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_len(&self) -> usize {
+        self.prompt_len
+    }
+
+    /// Adds a token.
+    pub fn push(&mut self, token: u32) {
+        if self.params.has_penalties() {
+            let counts = self.counts.entry(token).or_default();
+            match self.tokens.len() < self.prompt_len {
+                true => counts.1 += 1,
+                false => counts.0 += 1,
+            }
+        }
+        self.tokens.push(token);
+    }
+
+    pub(super) fn penalties(&self) -> PenaltyRow {
+        let p = &self.params;
+        PenaltyRow {
+            repetition: p.repetition_penalty,
+            presence: p.presence_penalty,
+            frequency: p.frequency_penalty,
+        }
+    }
+
+    /// Lists the tokens of the text and `drafts`. Returns whether there are penalties.
+    pub(super) fn count(&self, row: u32, drafts: &[u32], out: &mut Vec<TokenCount>) -> bool {
+        if self.penalties() == NEUTRAL {
+            return false;
+        }
+        let first = out.len();
+        let counts = self.counts.iter().map(|(&token, &(generated, prompt))| {
+            let more = drafts.iter().filter(|&&d| d == token).count() as u32;
+            TokenCount { row, token, generated: generated + more, prompt }
+        });
+        out.extend(counts);
+        for (i, &token) in drafts.iter().enumerate() {
+            if !self.counts.contains_key(&token) && !drafts[..i].contains(&token) {
+                let generated = drafts.iter().filter(|&&d| d == token).count() as u32;
+                out.push(TokenCount { row, token, generated, prompt: 0 });
+            }
+        }
+        out[first..].sort_unstable_by_key(|c| c.token);
+        true
+    }
+
+    /// Lists additions to the logits after the text and `drafts`.
+    pub(super) fn bias(&self, row: u32, drafts: &[u32], out: &mut Vec<BiasEntry>) {
+        let p = &self.params;
+        out.extend(p.logit_bias.iter().map(|&(token, bias)| BiasEntry { row, token, bias }));
+        let mut forbid = |token| out.push(BiasEntry { row, token, bias: f32::NEG_INFINITY });
+        self.never.iter().for_each(|&token| forbid(token));
+        let produced = self.tokens.len() - self.prompt_len + drafts.len();
+        if produced < p.min_tokens {
+            self.ends.iter().for_each(|&token| forbid(token));
+        }
+        for word in &p.bad_words {
+            let Some((&last, head)) = word.split_last() else { continue };
+            if ends_with(&self.tokens, drafts, head) {
+                forbid(last);
+            }
+        }
+    }
+
+    /// Bits of the allowed tokens, if not all are.
+    pub(super) fn mask(&self) -> Option<&[u32]> {
+        self.mask.as_deref()
+    }
+
+    /// How the token after the text and `drafts` drafts is chosen.
+    pub(super) fn sample_row(&self, drafts: usize) -> SampleRow {
+        let p = &self.params;
+        SampleRow {
+            seed: self.seed,
+            position: (self.tokens.len() + drafts) as u32,
+            sample: 0,
+            temperature: p.temperature,
+            top_p: p.top_p,
+            top_k: p.top_k,
+            min_p: p.min_p,
+        }
+    }
+}
+
+/// Whether `text`, then `more`, ends with `end`.
+fn ends_with(text: &[u32], more: &[u32], end: &[u32]) -> bool {
+    if end.len() <= more.len() {
+        return more.ends_with(end);
+    }
+    let (before, after) = end.split_at(end.len() - more.len());
+    after == more && text.ends_with(before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(params: SamplingParams) -> SlotText {
+        let opening = Opening {
+            slot: 0,
+            params: Arc::new(params),
+            seed: 7,
+            tokens: vec![1, 2, 2, 5],
+            prompt_len: 3,
+        };
+        SlotText::new(opening, 40, &[9], None)
+    }
+
+    #[test]
+    fn drafts_count_as_output() {
+        let slot = text(SamplingParams { presence_penalty: 1.0, ..Default::default() });
+        let mut counts = Vec::new();
+        assert!(slot.count(3, &[5, 6, 6], &mut counts));
+        let found: Vec<_> = counts.iter().map(|c| (c.token, c.generated, c.prompt)).collect();
+        assert_eq!(found, vec![(1, 0, 1), (2, 0, 2), (5, 2, 0), (6, 2, 0)]);
+        assert!(!text(SamplingParams::default()).count(0, &[5], &mut counts));
+    }
+
+    #[test]
+    fn forbidden_tokens_follow_the_text() {
+        let params = SamplingParams {
+            min_tokens: 3,
+            bad_words: vec![vec![7], vec![5, 6, 8], vec![2, 5, 4]],
+            stop_tokens: vec![3],
+            ..Default::default()
+        };
+        let slot = text(params);
+        let forbidden = |drafts: &[u32]| {
+            let mut bias = Vec::new();
+            slot.bias(0, drafts, &mut bias);
+            let mut tokens: Vec<u32> = bias.iter().map(|b| b.token).collect();
+            tokens.sort_unstable();
+            tokens
+        };
+        assert_eq!(forbidden(&[]), vec![3, 4, 7, 9]);
+        assert_eq!(forbidden(&[6]), vec![3, 7, 8, 9]);
+        assert_eq!(forbidden(&[6, 1]), vec![7]);
+    }
+
+    #[test]
+    fn positions_count_drafts() {
+        let slot = text(SamplingParams::default());
+        assert_eq!(slot.sample_row(0).position, 4);
+        assert_eq!(slot.sample_row(2).position, 6);
+    }
+
+    #[test]
+    fn allowed_tokens_become_bits() {
+        let slot = text(SamplingParams { allowed_tokens: vec![0, 33], ..Default::default() });
+        assert_eq!(slot.mask(), Some([1, 2].as_slice()));
+    }
+}

@@ -1,0 +1,244 @@
+//! Decides what each step does. No device in scope: plain data in ([`Done`]), plain data out
+//! ([`Work`]).
+
+mod admit;
+mod commit;
+mod drafting;
+mod plan;
+mod policy;
+mod preempt;
+mod remember;
+mod shape;
+
+pub use shape::{Shape, geometry};
+
+use crate::cache::pages::Pools;
+use crate::cache::prefix::PrefixIndex;
+use crate::cache::tiers::Tiers;
+use crate::metrics::Metrics;
+use crate::request::{FinishReason, RequestError, RequestId};
+use crate::sequence::{Arrival, Sequence};
+use crate::work::{Op, SequenceWork};
+use drafting::DraftLength;
+use policy::TimeShares;
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Requests, and the pages and slots that they use.
+pub struct Scheduler {
+    shape: Shape,
+    sequences: HashMap<RequestId, Sequence>,
+    /// Those without a place, the first to be admitted first.
+    waiting: BTreeSet<(Reverse<i32>, RequestId)>,
+    /// Those with a place, in the same order.
+    running: BTreeSet<(Reverse<i32>, RequestId)>,
+    pools: Pools,
+    prefix: Option<PrefixIndex>,
+    tiers: Tiers,
+    /// For the next step.
+    ops: Vec<Op>,
+    /// Steps that have been planned and not committed, oldest first.
+    in_flight: VecDeque<InFlight>,
+    swapped_bytes: usize,
+    waiting_tokens: usize,
+    shares: TimeShares,
+    drafting: DraftLength,
+    metrics: Arc<Metrics>,
+}
+
+/// A planned step.
+struct InFlight {
+    sequences: Vec<SequenceWork>,
+    prefill_rows: usize,
+    decode_rows: usize,
+    /// See [`TimeShares::planned`].
+    charge: f64,
+    /// Draft length that the step was planned with.
+    drafts: usize,
+}
+
+impl Scheduler {
+    /// A scheduler without requests.
+    pub fn new(shape: Shape, tiers: Tiers, metrics: Arc<Metrics>) -> Self {
+        let prefix = shape.prefix_cache.then(|| {
+            let mut index =
+                PrefixIndex::new(shape.page_tokens, shape.device_snapshots, &shape.identity);
+            tiers.restore(&mut index);
+            index
+        });
+        Self {
+            pools: Pools::new(shape.pages, shape.max_seqs + shape.device_snapshots),
+            prefix,
+            tiers,
+            sequences: HashMap::new(),
+            waiting: BTreeSet::new(),
+            running: BTreeSet::new(),
+            ops: Vec::new(),
+            in_flight: VecDeque::new(),
+            swapped_bytes: 0,
+            waiting_tokens: 0,
+            shares: TimeShares::default(),
+            drafting: DraftLength::new(shape.drafts, shape.adapt_drafts),
+            metrics,
+            shape,
+        }
+    }
+
+    /// Adds a request whose parameters have been checked.
+    pub fn submit(&mut self, arrival: Arrival) {
+        let sequence = Sequence::new(arrival);
+        let (waiting, limit) = (self.waiting.len(), self.shape.max_queued_requests);
+        if waiting >= limit {
+            return sequence.fail(RequestError::QueueFull { waiting, limit });
+        }
+        let (tokens, limit) = (self.waiting_tokens, self.shape.max_queued_tokens);
+        if tokens > 0 && tokens + sequence.prompt_len > limit {
+            return sequence.fail(RequestError::QueueTokensFull { waiting: tokens, limit });
+        }
+        self.waiting_tokens += sequence.prompt_len;
+        self.waiting.insert((Reverse(sequence.priority), sequence.id));
+        self.sequences.insert(sequence.id, sequence);
+    }
+
+    /// Ends a request, if it is still there.
+    pub fn abort(&mut self, id: RequestId) {
+        self.finish(id, FinishReason::Aborted);
+    }
+
+    /// Ends requests whose callers have gone or that have waited too long.
+    pub fn sweep(&mut self, now: Instant) {
+        let gone = |s: &&Sequence| s.abandoned();
+        let ids: Vec<RequestId> = self.sequences.values().filter(gone).map(|s| s.id).collect();
+        ids.into_iter().for_each(|id| self.finish(id, FinishReason::Aborted));
+        let Some(limit) = self.shape.max_wait else { return };
+        let late = |s: &&Sequence| !s.started && now.duration_since(s.arrival) > limit;
+        let ids: Vec<RequestId> = self.sequences.values().filter(late).map(|s| s.id).collect();
+        for id in ids {
+            if let Some(sequence) = self.remove(id) {
+                let seconds = now.duration_since(sequence.arrival).as_secs_f64();
+                let limit = limit.as_secs_f64();
+                sequence.fail(RequestError::WaitedTooLong { seconds, limit });
+            }
+        }
+    }
+
+    /// Sends what the last commits produced.
+    pub fn emit(&mut self) {
+        for (_, id) in &self.running {
+            if let Some(sequence) = self.sequences.get_mut(id) {
+                sequence.emit();
+            }
+        }
+        self.metrics.set_queues(self.running.len(), self.waiting.len());
+    }
+
+    /// Fails every request.
+    pub fn fail_all(&mut self, error: &RequestError) {
+        let ids: Vec<RequestId> = self.sequences.keys().copied().collect();
+        for id in ids {
+            if let Some(sequence) = self.remove(id) {
+                sequence.fail(error.clone());
+            }
+        }
+    }
+
+    /// Whether there is nothing to do until a request arrives.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && self.ops.is_empty() && self.in_flight.is_empty()
+    }
+
+    /// Ends a request: frees its place, keeps its text for later ones, tells the caller.
+    fn finish(&mut self, id: RequestId, reason: FinishReason) {
+        if reason != FinishReason::Aborted {
+            self.remember_turn(id);
+        }
+        if let Some(sequence) = self.remove(id) {
+            self.metrics.finished(&sequence.usage, reason);
+            sequence.finish(reason);
+        }
+    }
+
+    /// Takes a request out. Steps in flight may still write to its pages and slot: later steps run
+    /// after them, so others may have those at once.
+    fn remove(&mut self, id: RequestId) -> Option<Sequence> {
+        let mut sequence = self.sequences.remove(&id)?;
+        let rank = (Reverse(sequence.priority), id);
+        if self.waiting.remove(&rank) && !sequence.started {
+            self.waiting_tokens -= sequence.prompt_len;
+        }
+        self.running.remove(&rank);
+        self.vacate(&mut sequence);
+        self.drop_swapped(&mut sequence);
+        Some(sequence)
+    }
+
+    /// Frees a sequence's pages and slot.
+    fn vacate(&mut self, sequence: &mut Sequence) {
+        if let Some(place) = sequence.place.take() {
+            place.pages.iter().for_each(|&page| self.pools.pages.release(page));
+            self.pools.slots.release(place.slot);
+            self.ops.push(Op::Close { slot: place.slot });
+        }
+    }
+
+    /// Takes `count` pages, from the prefix cache if need be; all or none.
+    fn take_pages(&mut self, count: usize) -> Option<Vec<u32>> {
+        self.make_room(count).then(|| (0..count).filter_map(|_| self.pools.pages.take()).collect())
+    }
+
+    /// Frees pages of the prefix cache until `count` are available. Returns whether they are.
+    fn make_room(&mut self, count: usize) -> bool {
+        let free = self.pools.pages.available();
+        if free < count
+            && let Some(prefix) = &mut self.prefix
+        {
+            // Dropping some more at once keeps the search for the oldest rare.
+            let more = self.shape.pages / 64;
+            prefix.evict(count - free + more, &mut self.pools);
+        }
+        self.pools.pages.available() >= count
+    }
+
+    /// Counts of everything held; all zero when no request is there and the prefix cache is off or
+    /// has been cleared.
+    pub fn held(&self) -> Held {
+        let prefix = self.prefix.as_ref().map_or((0, 0), PrefixIndex::on_device);
+        Held {
+            sequences: self.sequences.len(),
+            pages: self.pools.pages.used(),
+            slots: self.pools.slots.used(),
+            cached_pages: prefix.0,
+            cached_states: prefix.1,
+            swapped_bytes: self.swapped_bytes,
+            queued_tokens: self.waiting_tokens,
+        }
+    }
+
+    /// Drops the prefix cache's entries on the device.
+    pub fn clear_prefix_cache(&mut self) {
+        if let Some(prefix) = &mut self.prefix {
+            prefix.clear(&mut self.pools);
+        }
+    }
+}
+
+/// What a scheduler holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Requests.
+    pub sequences: usize,
+    /// Pages, those of the prefix cache included.
+    pub pages: usize,
+    /// Slots, those of snapshots included.
+    pub slots: usize,
+    /// Pages of the prefix cache's nodes.
+    pub cached_pages: usize,
+    /// Snapshots of the prefix cache.
+    pub cached_states: usize,
+    /// Bytes of requests that lost their place.
+    pub swapped_bytes: usize,
+    /// Prompt tokens in the queue.
+    pub queued_tokens: usize,
+}

@@ -1,0 +1,95 @@
+//! Taking a step's results in.
+
+use super::Scheduler;
+use crate::request::{FinishReason, RequestError};
+use crate::work::{Done, SaveName, SequenceDone, SequenceWork};
+use deepinfer_device::ops::ABSENT;
+
+/// What a sequence's new tokens mean for it.
+enum Outcome {
+    Continues,
+    Ends(FinishReason),
+    Fails(RequestError),
+}
+
+impl Scheduler {
+    /// Takes in the results of the oldest step in flight.
+    pub fn commit(&mut self, done: Done) {
+        let Some(step) = self.in_flight.pop_front() else { return };
+        for (key, bytes) in done.pages {
+            if self.tiers.put_page(key, bytes)
+                && let Some(prefix) = &mut self.prefix
+            {
+                prefix.set_stored(&key);
+            }
+        }
+        for (name, state) in done.states {
+            match name {
+                SaveName::Swap(id) => self.saved(id, state),
+                SaveName::Prefix(key) => {
+                    if self.tiers.put_state(key, state)
+                        && let Some(prefix) = &mut self.prefix
+                    {
+                        prefix.set_stored(&key);
+                    }
+                }
+            }
+        }
+        let mut tokens = 0;
+        for (work, result) in step.sequences.iter().zip(done.sequences) {
+            tokens += result.tokens.len();
+            let id = work.id;
+            match self.take_result(work, result) {
+                Outcome::Continues => {}
+                Outcome::Ends(reason) => self.finish(id, reason),
+                Outcome::Fails(error) => {
+                    if let Some(sequence) = self.remove(id) {
+                        sequence.fail(error);
+                    }
+                }
+            }
+        }
+        let (prompt, decode, seconds) = (step.prefill_rows, step.decode_rows, done.seconds);
+        if prompt + decode > 0 {
+            self.shares.measured(prompt, decode, step.charge, seconds);
+            self.metrics.step(prompt, decode, seconds, done.draft_seconds);
+        }
+        if prompt == 0 {
+            self.drafting.measured(step.drafts, tokens, seconds);
+        }
+    }
+
+    fn take_result(&mut self, work: &SequenceWork, result: SequenceDone) -> Outcome {
+        // Requests that ended while the step ran are gone.
+        let Some(sequence) = self.sequences.get_mut(&work.id) else { return Outcome::Continues };
+        sequence.in_flight -= 1;
+        sequence.prompt_logprobs.extend(result.prompt_logprobs);
+        if !work.sample {
+            return Outcome::Continues;
+        }
+        let most = 1 + work.follow.unwrap_or(0) as usize;
+        sequence.coming = (sequence.coming.0 - 1, sequence.coming.1 - most);
+        let accepted = result.tokens.len().saturating_sub(1);
+        sequence.usage.drafted += result.verified as usize;
+        sequence.usage.accepted += accepted;
+        self.metrics.drafts(result.verified as usize, accepted);
+        let len = sequence.tokens.len();
+        if let Some(place) = &mut sequence.place {
+            let end = if work.follow.is_some() { len + result.verified as usize } else { len };
+            // A step in flight goes on after all tokens of this one, whether or not they stay.
+            let coming = sequence.coming.1;
+            let next = if coming > 0 { len + accepted + coming } else { 0 };
+            place.written = place.written.max(end).max(next);
+        }
+        for token in result.tokens {
+            if token.id == ABSENT {
+                let position = sequence.output_len();
+                return Outcome::Fails(RequestError::NothingAllowed { position });
+            }
+            if let Some(reason) = sequence.push(token, &self.shape.ends) {
+                return Outcome::Ends(reason);
+            }
+        }
+        Outcome::Continues
+    }
+}

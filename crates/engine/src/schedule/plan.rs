@@ -1,0 +1,207 @@
+//! Writing a step down.
+
+use super::{InFlight, Scheduler};
+use crate::engine::PrefillMode;
+use crate::plan::PlanSequence;
+use crate::request::RequestId;
+use crate::sequence::Sequence;
+use crate::work::{SequenceWork, Work};
+
+/// What a step has left.
+struct Budget {
+    rows: usize,
+    outputs: usize,
+}
+
+impl Scheduler {
+    /// The next step: a row (and drafts) of every sequence that decodes, then rows of prompts.
+    /// `None` if there is nothing to do.
+    pub fn plan(&mut self) -> Option<Work> {
+        let mut work = Work::default();
+        let mut budget = Budget { rows: self.shape.rows, outputs: self.shape.outputs };
+        let ids: Vec<RequestId> = self.running.iter().map(|&(_, id)| id).collect();
+        let reading = |s: &Sequence| s.place.as_ref().is_some_and(|p| p.reading());
+        let (prompts, decoding): (Vec<RequestId>, Vec<RequestId>) =
+            ids.into_iter().partition(|id| self.sequences.get(id).is_some_and(reading));
+
+        let mut drafts = self.drafting.length(decoding.len());
+        if !decoding.is_empty() {
+            let share = if prompts.is_empty() { budget.rows } else { budget.rows * 3 / 4 };
+            drafts = drafts.min((share / decoding.len()).saturating_sub(1));
+        }
+        for id in decoding {
+            self.plan_decode(id, drafts, &mut budget, &mut work);
+        }
+        let decode_rows = self.shape.rows - budget.rows;
+        let decoding = work.sequences.len();
+        let mut ended = Vec::new();
+        if self.shares.prompts_may_run(decoding) {
+            budget.rows = budget.rows.min(self.shares.most_rows(decoding));
+            for (id, rows) in self.share_rows(&prompts, budget.rows) {
+                let drafts = self.drafting.length(decoding.max(1));
+                if self.plan_chunk(id, rows, drafts, &mut budget, &mut work) {
+                    ended.push(id);
+                }
+            }
+        }
+        if work.sequences.is_empty() && self.ops.is_empty() {
+            return None;
+        }
+        work.before = std::mem::take(&mut self.ops);
+        ended.into_iter().for_each(|id| self.remember_chunk(id));
+        let prefill_rows = work.plan.sequences.iter().map(|s| s.tokens.len()).sum();
+        self.in_flight.push_back(InFlight {
+            sequences: work.sequences.clone(),
+            prefill_rows,
+            decode_rows,
+            charge: self.shares.planned(prefill_rows, decode_rows),
+            drafts,
+        });
+        Some(work)
+    }
+
+    /// The newest token of a sequence and the drafts after it. Where they stand is known to the
+    /// worker: a step in flight may still add tokens, and the worst case is planned for.
+    fn plan_decode(&mut self, id: RequestId, drafts: usize, budget: &mut Budget, work: &mut Work) {
+        let Some(sequence) = self.sequences.get(&id) else { return };
+        let (least, most) = sequence.coming;
+        let left = sequence.max_len.saturating_sub(sequence.tokens.len() + least);
+        let room = budget.rows.min(budget.outputs).min(left);
+        if room == 0 || sequence.place.is_none() {
+            return;
+        }
+        let draft = if sequence.params.draft { drafts } else { 0 };
+        let verify = draft.min(room - 1);
+        let wanted = self.shape.pages_for(sequence.tokens.len() + most + verify);
+        if !self.grow(id, wanted) {
+            return;
+        }
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(place) = &sequence.place else { return };
+        work.plan.sequences.push(PlanSequence {
+            slot: place.slot,
+            pages: place.pages.clone(),
+            decoder_window_from: place.window_from as u32,
+            ..PlanSequence::default()
+        });
+        work.sequences.push(SequenceWork {
+            id,
+            follow: Some(verify as u32),
+            sample: true,
+            draft: draft as u32,
+            prompt_logprobs: None,
+        });
+        sequence.in_flight += 1;
+        sequence.coming = (least + 1, most + 1 + verify);
+        budget.rows -= 1 + verify;
+        budget.outputs -= 1 + verify;
+    }
+
+    /// Shares `rows` rows among prompts: half for the first in line, so that it gets on; the rest
+    /// for those that have been served least, so that short ones need not wait for long ones.
+    fn share_rows(&self, prompts: &[RequestId], rows: usize) -> Vec<(RequestId, usize)> {
+        let wants = |id: &RequestId| {
+            let place = self.sequences.get(id).and_then(|s| s.place.as_ref());
+            place.map_or(0, |p| (p.stops[0] - p.next).min(self.shape.chunk))
+        };
+        let Some((first, others)) = prompts.split_first() else { return Vec::new() };
+        let own = wants(first);
+        let mut given = own.min(if others.is_empty() { rows } else { rows.div_ceil(2) });
+        let mut left = rows - given;
+        let mut others: Vec<RequestId> = others.to_vec();
+        let served = |id: &RequestId| {
+            self.sequences.get(id).and_then(|s| s.place.as_ref()).map_or(0, |p| p.served)
+        };
+        others.sort_by_key(|id| (served(id), *id));
+        let mut shares = vec![(*first, 0)];
+        for id in others {
+            let take = wants(&id).min(left);
+            left -= take;
+            shares.push((id, take));
+        }
+        given += left.min(own - given);
+        shares[0].1 = given;
+        shares.retain(|&(_, rows)| rows > 0);
+        shares
+    }
+
+    /// The next rows of a prompt. Returns whether they end where a chunk must.
+    fn plan_chunk(
+        &mut self,
+        id: RequestId,
+        rows: usize,
+        drafts: usize,
+        budget: &mut Budget,
+        work: &mut Work,
+    ) -> bool {
+        let shape = &self.shape;
+        let Some(sequence) = self.sequences.get_mut(&id) else { return false };
+        let logprobs = match sequence.wants_prompt_logprobs() {
+            true => sequence.params.prompt_logprobs,
+            false => None,
+        };
+        let Some(place) = &mut sequence.place else { return false };
+        let mut rows = rows.min(budget.rows);
+        if logprobs.is_some() {
+            rows = rows.min(budget.outputs);
+        }
+        if rows == place.target - place.next && budget.outputs == 0 {
+            rows -= 1;
+        }
+        if rows == 0 {
+            return false;
+        }
+        let (start, end) = (place.next, place.next + rows);
+        let (stop, last) = (place.stops[0], end == place.target);
+        let mode = if logprobs.is_some() { PrefillMode::Off } else { shape.prefill };
+        let keep_from = sequence.prompt_len.saturating_sub(shape.keep);
+        // Where decoder rows begin, how far their windows reach, and where they are complete.
+        let (from, window_from, complete_from) = match mode {
+            PrefillMode::Off => (0, place.window_from, place.complete_from),
+            PrefillMode::Exact => match stop.saturating_sub(shape.span + 1) {
+                needed if needed > place.base => (needed, needed, needed + shape.span),
+                _ => (place.base, place.window_from, place.complete_from),
+            },
+            PrefillMode::Compact => (keep_from, keep_from, 0),
+            PrefillMode::Mask => (0, keep_from, 0),
+        };
+        let outputs = match (logprobs, last) {
+            (Some(_), _) => (0..rows as u32).collect(),
+            (None, true) => vec![rows as u32 - 1],
+            (None, false) => Vec::new(),
+        };
+        budget.rows -= rows;
+        budget.outputs -= outputs.len();
+        work.plan.sequences.push(PlanSequence {
+            slot: place.slot,
+            pages: place.pages.clone(),
+            start: start as u32,
+            tokens: sequence.tokens[start..end].to_vec(),
+            context: sequence.tokens[start.saturating_sub(shape.context)..start].to_vec(),
+            embeddings: Vec::new(),
+            decoder_from: from as u32,
+            decoder_window_from: window_from as u32,
+            outputs,
+        });
+        let draft = if last && sequence.params.draft { drafts as u32 } else { 0 };
+        work.sequences.push(SequenceWork {
+            id,
+            follow: None,
+            sample: last,
+            draft,
+            prompt_logprobs: logprobs,
+        });
+        place.next = end;
+        place.served += rows;
+        sequence.in_flight += 1;
+        if last {
+            sequence.coming = (1, 1);
+        }
+        if end != stop {
+            return false;
+        }
+        place.stops.remove(0);
+        (place.base, place.window_from, place.complete_from) = (end, window_from, complete_from);
+        true
+    }
+}

@@ -1,0 +1,214 @@
+//! A request on its way through the engine.
+
+use crate::cache::Snapshot;
+use crate::output::OutputText;
+use crate::request::{
+    Event, EventSink, FinishReason, RequestError, RequestId, SamplingParams, Token, TokenLogprobs,
+    Usage,
+};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A request and everything the scheduler knows of it.
+pub struct Sequence {
+    /// Number of the request: the order of arrival.
+    pub id: RequestId,
+    /// Larger ones go first.
+    pub priority: i32,
+    /// Whom it shares cached prefixes with.
+    pub salt: Option<String>,
+    /// What was asked for.
+    pub params: Arc<SamplingParams>,
+    /// Key of the random choices.
+    pub seed: u64,
+    /// Tokens of the prompt.
+    pub prompt_len: usize,
+    /// Most tokens, output included.
+    pub max_len: usize,
+    /// Prompt and committed output.
+    pub tokens: Vec<u32>,
+    /// Steps that run it now.
+    pub in_flight: u32,
+    /// Least and most tokens that those steps add.
+    pub coming: (usize, usize),
+    /// Its place on the device.
+    pub place: Option<Place>,
+    /// Its state on the host, after it lost its place.
+    pub swapped: Swapped,
+    /// When it arrived.
+    pub arrival: Instant,
+    /// Counts for the caller.
+    pub usage: Usage,
+    /// Whether it has been admitted before.
+    pub started: bool,
+    /// Log-probabilities of the prompt.
+    pub prompt_logprobs: Vec<TokenLogprobs>,
+    prompt_read: bool,
+    fresh: Vec<Token>,
+    fresh_text: String,
+    text: OutputText,
+    sink: EventSink,
+}
+
+/// A sequence's place on the device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Rings and pending rows.
+    pub slot: u32,
+    /// Pages, by position.
+    pub pages: Vec<u32>,
+    /// Positions whose rows are planned one by one; all before `target` are, once it decodes.
+    pub next: usize,
+    /// Positions to plan that way: all tokens that were known on admission.
+    pub target: usize,
+    /// Rows planned since admission.
+    pub served: usize,
+    /// Position at which the state is as if every row had run every layer.
+    pub base: usize,
+    /// Decoder windows reach back to here.
+    pub window_from: usize,
+    /// A state can be cut from here on, as far as decoder rows are concerned.
+    pub complete_from: usize,
+    /// Positions at which a chunk ends, ascending; the last one is `target`.
+    pub stops: Vec<usize>,
+    /// One past the last position that a committed step wrote.
+    pub written: usize,
+}
+
+impl Place {
+    /// Whether rows remain to be planned one by one.
+    pub fn reading(&self) -> bool {
+        self.next < self.target
+    }
+}
+
+/// Whether a sequence's state is on the host.
+#[derive(Clone, Debug, Default)]
+pub enum Swapped {
+    /// No.
+    #[default]
+    No,
+    /// It is on its way.
+    Saving,
+    /// Yes.
+    Saved(Arc<Snapshot>),
+}
+
+/// What a new sequence is made from.
+pub struct Arrival {
+    /// Number of the request.
+    pub id: RequestId,
+    /// Larger ones go first.
+    pub priority: i32,
+    /// Whom it shares cached prefixes with.
+    pub salt: Option<String>,
+    /// What was asked for; checked.
+    pub params: SamplingParams,
+    /// The prompt; checked.
+    pub prompt: Vec<u32>,
+    /// Key of the random choices.
+    pub seed: u64,
+    /// Most tokens, output included.
+    pub max_len: usize,
+    /// Its text.
+    pub text: OutputText,
+    /// Its events.
+    pub sink: EventSink,
+    /// When it arrived.
+    pub time: Instant,
+}
+
+impl Sequence {
+    /// A sequence that waits.
+    pub fn new(arrival: Arrival) -> Self {
+        let prompt_len = arrival.prompt.len();
+        let seed = arrival.seed;
+        Self {
+            id: arrival.id,
+            priority: arrival.priority,
+            salt: arrival.salt,
+            params: Arc::new(arrival.params),
+            seed,
+            prompt_len,
+            max_len: arrival.max_len,
+            tokens: arrival.prompt,
+            in_flight: 0,
+            coming: (0, 0),
+            place: None,
+            swapped: Swapped::No,
+            arrival: arrival.time,
+            usage: Usage { prompt_tokens: prompt_len, seed, ..Usage::default() },
+            started: false,
+            prompt_logprobs: Vec::new(),
+            prompt_read: false,
+            fresh: Vec::new(),
+            fresh_text: String::new(),
+            text: arrival.text,
+            sink: arrival.sink,
+        }
+    }
+
+    /// Tokens produced so far.
+    pub fn output_len(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// Whether log-probabilities of the prompt are still to be computed.
+    pub fn wants_prompt_logprobs(&self) -> bool {
+        self.params.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < self.prompt_len
+    }
+
+    /// Whether the caller has gone.
+    pub fn abandoned(&self) -> bool {
+        self.sink.abandoned()
+    }
+
+    /// Adds a token and says whether it is the last one. `ends` are the tokens that end a text.
+    pub fn push(&mut self, token: Token, ends: &[u32]) -> Option<FinishReason> {
+        let id = token.id;
+        self.tokens.push(id);
+        self.fresh.push(token);
+        self.usage.output_tokens += 1;
+        let enough = self.output_len() >= self.params.min_tokens;
+        let params = &self.params;
+        let ended = !params.ignore_eos && ends.contains(&id) || params.stop_tokens.contains(&id);
+        if ended && enough {
+            return Some(FinishReason::Stop);
+        }
+        if self.text.push(id, enough, &mut self.fresh_text) {
+            return Some(FinishReason::Stop);
+        }
+        (self.tokens.len() >= self.max_len).then_some(FinishReason::Length)
+    }
+
+    /// Sends what is new.
+    pub fn emit(&mut self) {
+        if self.fresh.is_empty() {
+            return;
+        }
+        if !self.prompt_read {
+            self.prompt_read = true;
+            let logprobs = std::mem::take(&mut self.prompt_logprobs);
+            self.sink.send(Event::PromptRead { cached: self.usage.cached_tokens, logprobs });
+        }
+        let tokens = std::mem::take(&mut self.fresh);
+        self.sink.send(Event::Tokens { tokens, text: std::mem::take(&mut self.fresh_text) });
+    }
+
+    /// Sends the end.
+    pub fn finish(mut self, reason: FinishReason) {
+        let look = self.output_len() >= self.params.min_tokens;
+        self.text.finish(look, &mut self.fresh_text);
+        self.emit();
+        if !self.fresh_text.is_empty() {
+            let text = std::mem::take(&mut self.fresh_text);
+            self.sink.send(Event::Tokens { tokens: Vec::new(), text });
+        }
+        self.sink.send(Event::Finished { reason, usage: self.usage });
+    }
+
+    /// Sends a failure.
+    pub fn fail(self, error: RequestError) {
+        self.sink.send(Event::Failed(error));
+    }
+}

@@ -1,0 +1,335 @@
+//! Runs steps on a device: caches, model, sampling, drafting. Decides nothing.
+
+use crate::cache::Caches;
+use crate::model::draft::{DraftChoice, DraftScratch};
+use crate::model::{Batch, Limits, Model, NoProbe, Scratch};
+use crate::plan::DraftSequence;
+use crate::request::Token;
+use crate::sampler::{Rows, SlotText, logprobs};
+use crate::schedule::Shape;
+use crate::work::{Done, Op, SequenceDone, SequenceWork, Work, Worker};
+use deepinfer_device::ops::{ABSENT, Result};
+use deepinfer_device::{Device, DeviceError};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A model on a device, with everything that changes.
+pub struct ModelWorker<D: Device> {
+    device: Arc<D>,
+    model: Arc<Model<D>>,
+    caches: Caches<D>,
+    batch: Batch<D>,
+    scratch: Scratch<D>,
+    drafts: Option<DraftScratch<D>>,
+    /// Chosen tokens, one an output row.
+    chosen: D::Buffer<u32>,
+    slots: Vec<Option<Slot>>,
+    ends: Vec<u32>,
+    context: usize,
+}
+
+/// What a worker knows of the sequence in a slot.
+struct Slot {
+    text: SlotText,
+    /// Tokens drafted after the newest one.
+    drafts: Vec<u32>,
+}
+
+/// The largest step that an engine of this shape plans.
+pub fn limits(shape: &Shape) -> Limits {
+    Limits {
+        rows: shape.rows,
+        sequences: shape.max_seqs,
+        outputs: shape.outputs,
+        pages: shape.sequence_pages,
+    }
+}
+
+impl<D: Device> ModelWorker<D> {
+    /// Allocates everything that steps of this shape need.
+    pub fn new(
+        device: Arc<D>,
+        model: Arc<Model<D>>,
+        shape: &Shape,
+        format: crate::cache::CacheFormat,
+    ) -> Result<Self> {
+        let text = &model.config.text_config;
+        let geometry = crate::schedule::geometry(&model.config);
+        let limits = limits(shape);
+        let slots = shape.max_seqs + shape.device_snapshots;
+        let batch = Batch::new(&*device, text, &geometry, &limits)?;
+        let caches = Caches::new(&*device, text, format, geometry, slots, shape.pages)?;
+        let scratch = Scratch::new(&*device, text, caches.formats, &limits)?;
+        let drafts = match shape.drafts {
+            0 => None,
+            _ => Some(DraftScratch::new(&*device, text, &limits)?),
+        };
+        let chosen = device.alloc(limits.outputs)?;
+        Ok(Self {
+            device,
+            batch,
+            caches,
+            scratch,
+            drafts,
+            chosen,
+            slots: (0..slots).map(|_| None).collect(),
+            ends: shape.ends.clone(),
+            context: shape.context,
+            model,
+        })
+    }
+
+    /// Bytes of a slot and of a page.
+    pub fn cache_bytes(&self) -> (usize, usize) {
+        (self.caches.slot_bytes(), self.caches.page_bytes())
+    }
+
+    fn vocab(&self) -> usize {
+        self.model.config.text_config.vocab_size
+    }
+
+    fn apply(&mut self, op: Op, done: &mut Done) -> Result<()> {
+        let (device, caches) = (&*self.device, &mut self.caches);
+        match op {
+            Op::Open(opening) => {
+                let slot = opening.slot as usize;
+                let (vocab, image) =
+                    (self.model.config.text_config.vocab_size, self.model.config.image_token_id);
+                let text = SlotText::new(*opening, vocab, &self.ends, image);
+                self.slots[slot] = Some(Slot { text, drafts: Vec::new() });
+            }
+            Op::Close { slot } => self.slots[slot as usize] = None,
+            Op::CopySlot { from, to } => caches.copy_slot(device, from, to)?,
+            Op::CopyPage { from, to } => caches.copy_page(device, from, to)?,
+            Op::SaveState { name, slot, pages } => {
+                done.states.push((name, caches.snapshot(device, slot, &pages, 0)?));
+            }
+            Op::SavePage { key, page } => done.pages.push((key, caches.save_page(device, page)?)),
+            Op::LoadState { state, slot, pages } => caches.restore(device, &state, slot, &pages)?,
+            Op::LoadPage { bytes, page } => caches.load_page(device, page, &bytes)?,
+        }
+        Ok(())
+    }
+
+    /// Fills in the rows of sequences whose newest tokens only this worker knows.
+    fn fill(&self, work: &mut Work) -> Result<()> {
+        for (plan, sequence) in work.plan.sequences.iter_mut().zip(&work.sequences) {
+            let Some(verify) = sequence.follow else { continue };
+            let slot = self.slot(plan.slot)?;
+            let tokens = slot.text.tokens();
+            let start = tokens.len() - 1;
+            let drafts = &slot.drafts[..slot.drafts.len().min(verify as usize)];
+            plan.start = start as u32;
+            plan.tokens = std::iter::once(tokens[start]).chain(drafts.iter().copied()).collect();
+            plan.context = tokens[start.saturating_sub(self.context)..start].to_vec();
+            plan.outputs = (0..plan.tokens.len() as u32).collect();
+        }
+        Ok(())
+    }
+
+    fn slot(&self, slot: u32) -> Result<&Slot> {
+        self.slots[slot as usize].as_ref().ok_or(DeviceError::EmptySlot { slot })
+    }
+
+    /// Chooses tokens for every output row and takes in those that count.
+    fn sample(&mut self, work: &Work) -> Result<Vec<SequenceDone>> {
+        let vocab = self.vocab();
+        let mut rows = Rows::new();
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let slot = self.slot(plan.slot)?;
+            for (i, &output) in plan.outputs.iter().enumerate() {
+                let last = output as usize + 1 == plan.tokens.len();
+                match sequence.follow {
+                    Some(_) => rows.push(&slot.text, &plan.tokens[1..=i]),
+                    None if sequence.sample && last => rows.push(&slot.text, &[]),
+                    None => rows.push_ignored(),
+                }
+            }
+        }
+        if rows.is_empty() {
+            return Ok(vec![SequenceDone::default(); work.sequences.len()]);
+        }
+        let before = self.wanted_logits(work)?;
+        rows.choose(&*self.device, vocab, &mut self.scratch.logits, &mut self.chosen)?;
+        let mut chosen = vec![0u32; rows.len()];
+        self.device.download(&self.chosen, 0, &mut chosen)?;
+
+        let mut row = 0;
+        let mut done = Vec::with_capacity(work.sequences.len());
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let mine = row..row + plan.outputs.len();
+            let logits = &before[mine.clone()];
+            row = mine.end;
+            let slot = self.slots[plan.slot as usize].as_mut();
+            let slot = slot.ok_or(DeviceError::EmptySlot { slot: plan.slot })?;
+            done.push(slot.take(plan, sequence, &chosen[mine], logits));
+        }
+        Ok(done)
+    }
+
+    /// Logits of rows whose log-probabilities are wanted, before they are processed.
+    fn wanted_logits(&self, work: &Work) -> Result<Vec<Option<Vec<f32>>>> {
+        let vocab = self.vocab();
+        let mut out = Vec::new();
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let wanted = sequence.prompt_logprobs.is_some()
+                || self.slot(plan.slot)?.text.params().logprobs.is_some();
+            for _ in &plan.outputs {
+                let mut logits = None;
+                if wanted {
+                    let mut row = vec![0.0; vocab];
+                    self.device.download(&self.scratch.logits, out.len() * vocab, &mut row)?;
+                    logits = Some(row);
+                }
+                out.push(logits);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Proposes tokens for the sequences that want some.
+    fn draft(&mut self, work: &Work) -> Result<()> {
+        let Some(scratch) = &mut self.drafts else { return Ok(()) };
+        let mut sequences = Vec::new();
+        let mut block = 0;
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let Some(slot) = &mut self.slots[plan.slot as usize] else { continue };
+            slot.drafts.clear();
+            let tokens = slot.text.tokens();
+            let position = tokens.len() as u32 - 1;
+            let token = tokens[tokens.len() - 1];
+            // As the model was released: nothing is drafted after a single token.
+            if !sequence.sample || sequence.draft == 0 || position < 2 || token == ABSENT {
+                continue;
+            }
+            block = block.max(sequence.draft as usize);
+            let window_from = plan.decoder_window_from;
+            sequences.push(DraftSequence { slot: plan.slot, token, position, window_from });
+        }
+        if sequences.is_empty() {
+            return Ok(());
+        }
+        let texts = sequences
+            .iter()
+            .filter_map(|s| self.slots[s.slot as usize].as_ref().map(|slot| &slot.text))
+            .collect();
+        let vocab = self.model.config.text_config.vocab_size;
+        let mut choice = DraftRows { texts, vocab, chosen: Vec::new() };
+        let (tokens, _confidences) = self.model.draft_block(
+            &self.device,
+            &sequences,
+            block,
+            &self.caches,
+            &mut self.batch,
+            &mut self.scratch,
+            scratch,
+            &mut choice,
+        )?;
+        for (sequence, drafted) in sequences.iter().zip(tokens) {
+            if let Some(slot) = &mut self.slots[sequence.slot as usize] {
+                // Where nothing is allowed, verification will say so.
+                slot.drafts = drafted.into_iter().take_while(|&token| token != ABSENT).collect();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Slot {
+    /// Takes in the tokens chosen after each row: drafts count as far as they were chosen.
+    fn take(
+        &mut self,
+        plan: &crate::plan::PlanSequence,
+        sequence: &SequenceWork,
+        chosen: &[u32],
+        logits: &[Option<Vec<f32>>],
+    ) -> SequenceDone {
+        let mut done = SequenceDone::default();
+        if let (Some(top), None) = (sequence.prompt_logprobs, sequence.follow) {
+            for (i, logits) in logits.iter().enumerate() {
+                let next = plan.start as usize + i + 1;
+                if let (Some(logits), true) = (logits, next < self.text.prompt_len()) {
+                    done.prompt_logprobs.push(logprobs(logits, self.text.tokens()[next], top));
+                }
+            }
+        }
+        if !sequence.sample {
+            return done;
+        }
+        let wanted = self.text.params().logprobs;
+        let token = |id: u32, logits: &Option<Vec<f32>>| Token {
+            id,
+            logprobs: wanted.zip(logits.as_ref()).map(|(top, logits)| logprobs(logits, id, top)),
+        };
+        if sequence.follow.is_none() {
+            if let (Some(&id), Some(logits)) = (chosen.last(), logits.last()) {
+                done.tokens.push(token(id, logits));
+                self.text.push(id);
+            }
+            return done;
+        }
+        let drafts = &plan.tokens[1..];
+        done.verified = drafts.len() as u32;
+        for (i, (&id, logits)) in chosen.iter().zip(logits).enumerate() {
+            done.tokens.push(token(id, logits));
+            self.text.push(id);
+            if drafts.get(i) != Some(&id) {
+                break;
+            }
+        }
+        done
+    }
+}
+
+/// Chooses drafts with the sequences' own parameters and noise.
+struct DraftRows<'a> {
+    texts: Vec<&'a SlotText>,
+    vocab: usize,
+    /// Tokens of the block so far, by sequence.
+    chosen: Vec<Vec<u32>>,
+}
+
+impl<D: Device> DraftChoice<D> for DraftRows<'_> {
+    fn choose(&mut self, device: &D, index: usize, scratch: &mut DraftScratch<D>) -> Result<()> {
+        if index == 0 {
+            self.chosen = vec![Vec::new(); self.texts.len()];
+        }
+        let mut rows = Rows::new();
+        for (text, drafts) in self.texts.iter().zip(&self.chosen) {
+            rows.push(text, drafts);
+        }
+        rows.choose(device, self.vocab, &mut scratch.logits, &mut scratch.previous)?;
+        let mut chosen = vec![0u32; self.texts.len()];
+        device.download(&scratch.previous, 0, &mut chosen)?;
+        // A row without any allowed token must still name one for the next step of the block.
+        let dead = chosen.contains(&ABSENT);
+        let named: Vec<u32> = chosen.iter().map(|&t| if t == ABSENT { 0 } else { t }).collect();
+        if dead {
+            device.upload(&named, &mut scratch.previous, 0)?;
+        }
+        self.chosen.iter_mut().zip(named).for_each(|(drafts, token)| drafts.push(token));
+        Ok(())
+    }
+}
+
+impl<D: Device> Worker for ModelWorker<D> {
+    fn run(&mut self, mut work: Work) -> Result<Done> {
+        let start = Instant::now();
+        let mut done = Done::default();
+        for op in std::mem::take(&mut work.before) {
+            self.apply(op, &mut done)?;
+        }
+        if !work.sequences.is_empty() {
+            self.fill(&mut work)?;
+            let (device, batch, scratch) = (&*self.device, &mut self.batch, &mut self.scratch);
+            let caches = &mut self.caches;
+            self.model.forward(device, &work.plan, caches, batch, scratch, &mut NoProbe)?;
+            done.sequences = self.sample(&work)?;
+            let drafting = Instant::now();
+            self.draft(&work)?;
+            done.draft_seconds = drafting.elapsed().as_secs_f64();
+        }
+        done.seconds = start.elapsed().as_secs_f64();
+        Ok(done)
+    }
+}
