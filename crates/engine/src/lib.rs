@@ -21,5 +21,6 @@ pub mod settings;
 pub mod step;
 pub mod synth;
 pub mod tokenizer;
+pub mod verify;
 pub mod work;
 pub mod worker;

@@ -1,6 +1,10 @@
 //! What one step of the model is to do: a plain description, written by the scheduler and read by
 //! the model. It decides everything; the model decides nothing.
 
+/// Stands for a token at image positions, here and in [`PlanSequence::context`]. The image token of
+/// the vocabulary is a token like any other: a model may produce it, and it is no image then.
+pub const IMAGE: u32 = u32::MAX;
+
 /// Rows of one sequence in a step: consecutive positions.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanSequence {
@@ -11,7 +15,7 @@ pub struct PlanSequence {
     pub pages: Vec<u32>,
     /// Absolute position of the first row.
     pub start: u32,
-    /// One token id a row. Rows that hold the image token take their embedding from `embeddings`.
+    /// One token id a row; [`IMAGE`] for rows that take their embedding from `embeddings`.
     pub tokens: Vec<u32>,
     /// Token ids of the positions before `start`, as many as the longest n-gram looks back (fewer
     /// at the beginning of a sequence); the last one is at `start - 1`.

@@ -6,7 +6,7 @@ use super::rope::{Rope, push_angles};
 use super::scratch::Scratch;
 use crate::cache::Geometry;
 use crate::config::TextConfig;
-use crate::plan::{DraftSequence, StepPlan};
+use crate::plan::{DraftSequence, IMAGE, StepPlan};
 use deepinfer_device::Device;
 use deepinfer_device::ops::{ABSENT, Result, RowMap};
 
@@ -248,7 +248,6 @@ impl<D: Device> Batch<D> {
     /// Fills everything for `plan`.
     pub fn prepare(&mut self, device: &D, model: &Model<D>, plan: &StepPlan) -> Result<()> {
         let text = &model.config.text_config;
-        let image_token = model.config.image_token_id;
         let window = text.sliding_window as u32;
         let has_decoder = text.decoder_start().is_some();
         let (ring, slots) = (self.geometry.ring_len as u32, &mut Vec::new());
@@ -266,7 +265,7 @@ impl<D: Device> Batch<D> {
             let kept_before = kept.position.len() as u32;
             for (j, &token) in q.tokens.iter().enumerate() {
                 let p = start + j as u32;
-                let image = Some(token) == image_token;
+                let image = token == IMAGE;
                 if image {
                     image_rows.push(all.position.len() as u64);
                 }
@@ -285,7 +284,7 @@ impl<D: Device> Batch<D> {
             embeddings.extend_from_slice(&q.embeddings);
             outputs.extend(q.outputs.iter().map(|&o| kept_before + (start + o - from)));
             if let Some(engram) = &model.engram {
-                memory::push_rows(engram, q, image_token, &mut self.memory_row_ids);
+                memory::push_rows(engram, q, &mut self.memory_row_ids);
             }
             let at = i * self.limits.pages;
             device.upload(&q.pages, &mut self.encoder.map.pages, at)?;

@@ -24,7 +24,7 @@ pub struct Layer<D: Device> {
     pub(super) attention_site: Site<D>,
     pub(super) attention: Attention<D>,
     pub(super) experts_site: Site<D>,
-    pub(super) experts: Experts<D>,
+    pub(crate) experts: Experts<D>,
 }
 
 impl<D: Device> Model<D> {

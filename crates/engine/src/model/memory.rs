@@ -4,7 +4,7 @@ use super::Model;
 use super::batch::Batch;
 use super::scratch::Scratch;
 use crate::engram::Engram;
-use crate::plan::PlanSequence;
+use crate::plan::{IMAGE, PlanSequence};
 use deepinfer_device::Device;
 use deepinfer_device::ops::Result;
 
@@ -47,7 +47,6 @@ impl<D: Device> Model<D> {
 pub fn push_rows(
     engram: &Engram,
     q: &PlanSequence,
-    image_token: Option<u32>,
     out: &mut [Vec<u64>],
 ) {
     let hasher = &engram.hasher;
@@ -56,7 +55,7 @@ pub fn push_rows(
     for row in 0..q.tokens.len() {
         let newest_first = (0..=q.context.len() + row).rev().map(|i| {
             let token = *text(i);
-            (Some(token) != image_token).then(|| engram.compress(token))
+            (token != IMAGE).then(|| engram.compress(token))
         });
         hasher.fill_window(newest_first, &mut window);
         for (ordinal, rows) in out.iter_mut().enumerate() {

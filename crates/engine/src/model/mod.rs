@@ -24,6 +24,7 @@ pub use layer::Layer;
 pub use load::LoadError;
 pub use probe::{NoProbe, Probe};
 pub use scratch::Scratch;
+pub use select::{CandidateRole, Indexer};
 
 use crate::cache::Caches;
 use crate::config::ModelConfig;

@@ -1,0 +1,614 @@
+//! Compares a model with reference numbers: a folder with `reference.json` and
+//! `reference.safetensors`, made by another implementation from the same checkpoint.
+//!
+//! A free run computes a prompt in one pass and compares everything on the way, then continues
+//! greedily and drafts at the reference's anchors. A forced run makes each layer start from the
+//! reference's values ([`force`]), so that one layer's error is seen alone: for positions that no
+//! two roundings of the arithmetic agree on, and for devices of lower precision.
+
+mod compare;
+mod drafts;
+mod force;
+mod record;
+mod reference;
+mod report;
+mod run;
+mod tolerance;
+
+pub use reference::{Continuation, DraftBlock, Index, Prompt, Reference, VisionPrompt};
+pub use report::{Check, Report, Status};
+
+use crate::cache::CacheFormat;
+use crate::model::Model;
+use crate::plan::IMAGE;
+use compare::Pass;
+use deepinfer_device::{Device, DeviceError, RowFormat};
+use force::{Excused, Forced, Forcer};
+use record::Recorder;
+use report::Tally;
+use run::{Runner, argmax};
+use std::path::PathBuf;
+use std::sync::Arc;
+use tolerance::Tolerances;
+
+/// Why a comparison could not be made. That numbers differ is no error: see [`Report`].
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// A file could not be read.
+    #[error("{path}: {source}; a reference folder holds reference.json and reference.safetensors")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// `reference.json` is not as expected.
+    #[error("{path}: {source}")]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// `reference.safetensors` is damaged.
+    #[error("{path}: {source}")]
+    Tensors {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: safetensors::SafeTensorError,
+    },
+    /// A tensor that goes with another one is not there.
+    #[error("{path}: tensor {name} is missing")]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
+    /// A tensor has another shape than the checkpoint gives.
+    #[error(
+        "reference tensor {name} has shape {found:?}, the checkpoint gives {expected:?}: they do \
+         not belong together"
+    )]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What the checkpoint gives.
+        expected: Vec<usize>,
+    },
+    /// A tensor has an unexpected element type.
+    #[error("reference tensor {name} has type {found}, expected {expected}")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// Its type.
+        found: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// A tensor of a layer that the checkpoint lacks.
+    #[error(
+        "reference tensor {name}: the checkpoint has {layers} layers; they do not belong together"
+    )]
+    Layer {
+        /// The tensor.
+        name: String,
+        /// Layers of the checkpoint.
+        layers: usize,
+    },
+    /// A prompt cannot be run.
+    #[error("prompt {name} of the reference: {reason}")]
+    Prompt {
+        /// Its name.
+        name: String,
+        /// Why not.
+        reason: String,
+    },
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Which half of a reference is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// Caches as computed ([`CacheFormat::Exact`]).
+    F32,
+    /// Caches rounded as released ([`CacheFormat::Released`]).
+    Quantized,
+}
+
+impl Variant {
+    /// Name in the reference.
+    pub fn name(self) -> &'static str {
+        match self {
+            Variant::F32 => "f32",
+            Variant::Quantized => "quantized",
+        }
+    }
+
+    fn forced_name(self) -> &'static str {
+        match self {
+            Variant::F32 => "f32/forced",
+            Variant::Quantized => "quantized/forced",
+        }
+    }
+
+    fn cache_format(self) -> CacheFormat {
+        match self {
+            Variant::F32 => CacheFormat::Exact,
+            Variant::Quantized => CacheFormat::Released,
+        }
+    }
+}
+
+/// What to compare.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Halves of the reference.
+    pub variants: Vec<Variant>,
+    /// Forced runs only.
+    pub forced: bool,
+}
+
+/// Called with the prompts done, the prompts in all, and what is next.
+pub type Progress<'a> = &'a mut dyn FnMut(usize, usize, &str);
+
+/// Runs every prompt of `reference` and compares.
+pub fn verify<D: Device>(
+    device: &Arc<D>,
+    model: &Arc<Model<D>>,
+    reference: &Reference,
+    options: &Options,
+    progress: Progress<'_>,
+) -> Result<Report, VerifyError> {
+    let mut verifier = Verifier { device, model, reference, report: Report::default() };
+    let index = &reference.index;
+    let total = options.variants.len() * (index.prompts.len() + index.vision.len());
+    let mut done = 0;
+    verifier.token_map()?;
+    for prompt in &index.prompts {
+        verifier.check_prompt(&prompt.name, &prompt.ids)?;
+    }
+    for &variant in &options.variants {
+        let mut runner = verifier.runner(variant)?;
+        for prompt in &index.prompts {
+            progress(done, total, &format!("{} {}", variant.name(), prompt.name));
+            verifier.prompt(&mut runner, variant, prompt, options.forced)?;
+            done += 1;
+        }
+        for k in 0..index.vision.len() {
+            progress(done, total, &format!("{} vision.{k}", variant.name()));
+            verifier.vision(&mut runner, variant, k, options.forced)?;
+            done += 1;
+        }
+    }
+    progress(total, total, "");
+    verifier.unused(options);
+    Ok(verifier.report)
+}
+
+struct Verifier<'a, D: Device> {
+    device: &'a Arc<D>,
+    model: &'a Arc<Model<D>>,
+    reference: &'a Reference,
+    report: Report,
+}
+
+/// What a free pass leaves for the comparisons that follow it.
+struct Lengths {
+    rows: usize,
+    limit: usize,
+}
+
+impl<D: Device> Verifier<'_, D> {
+    fn runner(&self, variant: Variant) -> Result<Runner<D>, VerifyError> {
+        let index = &self.reference.index;
+        let longest = |p: &Prompt| {
+            let greedy = [&p.quantized, &p.f32].map(|c| c.as_ref().map_or(0, |c| c.greedy.len()));
+            p.ids.len() + greedy[0].max(greedy[1])
+        };
+        let texts = index.prompts.iter().map(longest).max().unwrap_or(0);
+        let images = index.vision.iter().map(|p| p.ids.len()).max().unwrap_or(0);
+        let positions = texts.max(images) + self.model.config.text_config.dspark_block_size + 1;
+        Ok(Runner::new(self.device, self.model, variant.cache_format(), positions)?)
+    }
+
+    fn check_prompt(&self, name: &str, ids: &[u32]) -> Result<(), VerifyError> {
+        let vocab = self.model.config.text_config.vocab_size;
+        let fail = |reason| Err(VerifyError::Prompt { name: name.to_owned(), reason });
+        match ids.iter().find(|&&id| id as usize >= vocab) {
+            Some(id) => fail(format!("token {id} is not in the vocabulary of {vocab}")),
+            None if ids.is_empty() => fail("it is empty".to_owned()),
+            None => Ok(()),
+        }
+    }
+
+    fn stream_positions(&self, name: &str, rows: usize) -> Result<Vec<usize>, VerifyError> {
+        let tensor = format!("{name}.stream_positions");
+        if !self.reference.contains(&tensor) {
+            return Ok((0..rows).collect());
+        }
+        let shape = self.reference.shape(&tensor)?;
+        let positions = self.reference.integers(&tensor, &shape)?;
+        positions
+            .into_iter()
+            .map(|p| match usize::try_from(p) {
+                Ok(p) if p < rows => Ok(p),
+                _ => Err(VerifyError::Prompt {
+                    name: name.to_owned(),
+                    reason: format!("stream position {p} lies outside its {rows} tokens"),
+                }),
+            })
+            .collect()
+    }
+
+    fn prompt(
+        &mut self,
+        runner: &mut Runner<D>,
+        variant: Variant,
+        prompt: &Prompt,
+        forced_only: bool,
+    ) -> Result<(), VerifyError> {
+        let name = &prompt.name;
+        let empty = Continuation::default();
+        let continuation = match variant {
+            Variant::F32 => prompt.f32.as_ref(),
+            Variant::Quantized => prompt.quantized.as_ref(),
+        };
+        let next = continuation.unwrap_or(&empty);
+        let rows = prompt.ids.len();
+        let limit = next.first_unstable_position.unwrap_or(rows);
+        let mut pass = Pass {
+            reference: self.reference,
+            config: &self.model.config.text_config,
+            variant: variant.name(),
+            prompt: name.clone(),
+            prefix: format!("{}.{name}", variant.name()),
+            rows,
+            stream_positions: self.stream_positions(name, rows)?,
+            limit,
+            tolerances: Tolerances::free(variant),
+            excused: Excused::new(),
+        };
+        // The ids are in both files.
+        self.same_ids(name, &format!("{name}.ids"), &prompt.ids)?;
+        if continuation.is_none() {
+            let mut tally = pass.sets("prompt");
+            tally.note("not in the reference");
+            self.report.checks.push(tally.check());
+            return Ok(());
+        }
+        let free = self.report.checks.len();
+        if !forced_only {
+            self.free(runner, &pass, &prompt.ids, next)?;
+        }
+        let crossed = self.report.checks[free..].iter().any(Check::may_have_crossed);
+        let between = self.report.checks.len();
+        if forced_only || limit < rows || (variant == Variant::Quantized && crossed) {
+            pass.variant = variant.forced_name();
+            pass.tolerances = Tolerances::forced(variant, self.device.exact_rows());
+            // Where everything can be compared freely, the forced run says nothing more.
+            pass.limit = rows;
+            self.forced(runner, pass, &prompt.ids, Vec::new(), next)?;
+        }
+        let checks = &mut self.report.checks;
+        let layers_pass = !checks[between..].iter().any(|c| c.status == Status::Fail);
+        if variant == Variant::Quantized && between > free && layers_pass {
+            checks[free..between].iter_mut().for_each(Check::accept_crossing);
+        }
+        Ok(())
+    }
+
+    fn free(
+        &mut self,
+        runner: &mut Runner<D>,
+        pass: &Pass<'_>,
+        ids: &[u32],
+        next: &Continuation,
+    ) -> Result<(), VerifyError> {
+        let rows = ids.len();
+        let mut recorder = Recorder::new(pass.config);
+        runner.restart();
+        let logits = runner.run(ids, Vec::new(), &mut recorder)?;
+        self.hashes(runner, &pass.prompt, &format!("{}.engram_hash", pass.prompt), rows)?;
+        let published = |layer, keys| Ok(runner.published(layer, keys, rows)?);
+        pass.compare(&recorder, &published, &logits, &mut self.report.checks)?;
+        self.greedy(runner, pass, &logits, next)?;
+
+        let mut bits = pass.sets("chunked_prefill");
+        for chunk in [1, 7] {
+            runner.restart();
+            let chunked = runner.run_chunks(ids, chunk)?;
+            let differ = chunked.iter().zip(&logits).position(|(a, b)| a.to_bits() != b.to_bits());
+            let vocab = pass.config.vocab_size;
+            bits.equal(differ.is_none(), || {
+                let at = differ.unwrap_or(0);
+                format!("chunks of {chunk}: logit {} of position {}", at % vocab, at / vocab)
+            });
+        }
+        bits.note("own results: bits in chunks of 1 and 7 against one pass");
+        self.report.checks.push(bits.check());
+        let lengths = Lengths { rows, limit: pass.limit };
+        drafts::compare(self, runner, pass, ids, next, &lengths, None)
+    }
+
+    fn forced(
+        &mut self,
+        runner: &mut Runner<D>,
+        mut pass: Pass<'_>,
+        ids: &[u32],
+        embeddings: Vec<f32>,
+        next: &Continuation,
+    ) -> Result<(), VerifyError> {
+        let forced = Forced::read(self.reference, pass.config, &pass)?;
+        let config = Arc::new(pass.config.clone());
+        let layers = self.model.layers();
+        let rounded = runner.session.caches.formats.index != self.device.exact_rows();
+        let error = pass.tolerances.score;
+        let mut probe = Forcer::new(config, layers, &forced, error, rounded);
+        runner.restart();
+        let logits = runner.run(ids, embeddings, &mut probe)?;
+        pass.excused = std::mem::take(&mut probe.excused);
+        let own = std::mem::take(&mut probe.published);
+        let published = |layer, keys| Ok(own.get(&(layer, keys)).cloned().unwrap_or_default());
+        let before = self.report.checks.len();
+        pass.compare(&probe.recorder, &published, &logits, &mut self.report.checks)?;
+        if pass.stream_positions.len() < pass.rows {
+            for check in &mut self.report.checks[before..] {
+                let sparse = format!(
+                    "streams are in the reference at {} of {} positions; the others go on from the \
+                     own results of the layer before",
+                    pass.stream_positions.len(),
+                    pass.rows
+                );
+                if check.quantity == "streams" {
+                    check.note = Some(sparse);
+                }
+            }
+        }
+        let lengths = Lengths { rows: ids.len(), limit: ids.len() };
+        let features = (!forced.features.is_empty()).then_some(forced.features.as_slice());
+        drafts::compare(self, runner, &pass, ids, next, &lengths, features)
+    }
+
+    /// Greedy continuation by decode steps, along the reference's tokens.
+    fn greedy(
+        &mut self,
+        runner: &mut Runner<D>,
+        pass: &Pass<'_>,
+        logits: &[f32],
+        next: &Continuation,
+    ) -> Result<(), VerifyError> {
+        let mut tally = pass.sets("greedy");
+        let stable = next.greedy_stable_steps.unwrap_or(next.greedy.len());
+        let vocab = pass.config.vocab_size;
+        let mut last = logits[logits.len() - vocab..].to_vec();
+        let mut later = (0, 0);
+        for (step, &token) in next.greedy.iter().enumerate() {
+            let own = argmax(&last);
+            let gap = next.argmax_gap.get(step).copied().unwrap_or(f64::INFINITY);
+            if step >= stable {
+                later = (later.0 + usize::from(own == token), later.1 + 1);
+            } else if own != token && gap <= 2.0 * pass.tolerances.logits {
+                tally.note(format!("step {step}: token {own} and {token} are {gap:.1e} apart"));
+            } else {
+                tally.equal(own == token, || format!("step {step}: {own} instead of {token}"));
+            }
+            last = runner.run(&[token], Vec::new(), &mut crate::model::NoProbe)?;
+        }
+        if next.greedy.is_empty() {
+            tally.note("not in the reference");
+        }
+        if later.1 > 0 {
+            let (equal, all) = later;
+            tally.note(format!(
+                "from step {stable} on roundings of the reference disagree: {equal} of {all} equal"
+            ));
+        }
+        self.report.checks.push(tally.check());
+        Ok(())
+    }
+
+    fn vision(
+        &mut self,
+        runner: &mut Runner<D>,
+        variant: Variant,
+        k: usize,
+        forced_only: bool,
+    ) -> Result<(), VerifyError> {
+        let prompt = &self.reference.index.vision[k];
+        let (name, rows) = (format!("vision.{k}"), prompt.ids.len());
+        self.check_prompt(&name, &prompt.ids)?;
+        self.same_ids(&name, &format!("{name}.ids"), &prompt.ids)?;
+        let text = &self.model.config.text_config;
+        let tensor = format!("{name}.embeddings");
+        let mut pass = Pass {
+            reference: self.reference,
+            config: text,
+            variant: variant.name(),
+            prompt: name.clone(),
+            prefix: format!("{name}.{}", variant.name()),
+            rows,
+            stream_positions: (0..rows).collect(),
+            limit: rows,
+            tolerances: Tolerances::free(variant),
+            excused: Excused::new(),
+        };
+        let missing = match self.model.config.image_token_id {
+            None => Some("the checkpoint has no image token"),
+            Some(_) if !self.reference.contains(&tensor) => {
+                Some("the reference has no input embeddings for it")
+            }
+            Some(_) => None,
+        };
+        if let Some(reason) = missing {
+            let mut tally = pass.sets("prompt");
+            tally.note(reason);
+            self.report.checks.push(tally.check());
+            return Ok(());
+        }
+        let embeddings = self.reference.floats(&tensor, &[rows, text.hidden_size])?;
+        let image_token = self.model.config.image_token_id;
+        let is_image = |p: &usize| Some(prompt.ids[*p]) == image_token;
+        let image: Vec<f32> = (0..rows)
+            .filter(is_image)
+            .flat_map(|p| &embeddings[p * text.hidden_size..][..text.hidden_size])
+            .copied()
+            .collect();
+        let ids: Vec<u32> =
+            (0..rows).map(|p| if is_image(&p) { IMAGE } else { prompt.ids[p] }).collect();
+        self.image_positions(&name, &prompt.ids)?;
+        let empty = Continuation::default();
+        if forced_only {
+            pass.variant = variant.forced_name();
+            pass.tolerances = Tolerances::forced(variant, self.device.exact_rows());
+            return self.forced(runner, pass, &ids, image, &empty);
+        }
+        let mut recorder = Recorder::new(text);
+        runner.restart();
+        let logits = runner.run(&ids, image, &mut recorder)?;
+        let hashes = format!("{name}.engram_hash");
+        self.hashes(runner, &name, &hashes, rows)?;
+        let mut start = pass.numbers("embeddings", 0.0);
+        start
+            .floats(&recorder.start, &embeddings, |i| format!("position {}", i / text.hidden_size));
+        self.report.checks.push(start.check());
+        let published = |layer, keys| Ok(runner.published(layer, keys, rows)?);
+        pass.compare(&recorder, &published, &logits, &mut self.report.checks)?;
+        let next = match variant {
+            Variant::F32 => prompt.f32.as_ref(),
+            Variant::Quantized => prompt.quantized.as_ref(),
+        };
+        let mut greedy = pass.sets("greedy");
+        match next.and_then(|n| n.next_token) {
+            Some(token) => {
+                let own = argmax(&logits[(rows - 1) * text.vocab_size..]);
+                greedy.equal(own == token, || format!("next token: {own} instead of {token}"));
+            }
+            None => greedy.note("not in the reference"),
+        }
+        self.report.checks.push(greedy.check());
+        Ok(())
+    }
+
+    fn same_ids(&mut self, name: &str, tensor: &str, ids: &[u32]) -> Result<(), VerifyError> {
+        if self.reference.contains(tensor) {
+            let other = self.reference.integers(tensor, &[ids.len()])?;
+            if !other.iter().copied().eq(ids.iter().map(|&id| i64::from(id))) {
+                return Err(VerifyError::Prompt {
+                    name: name.to_owned(),
+                    reason: "reference.json and reference.safetensors have different ids"
+                        .to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Image positions are those that hold the image token.
+    fn image_positions(&mut self, name: &str, ids: &[u32]) -> Result<(), VerifyError> {
+        let tensor = format!("{name}.token_types");
+        let done = |c: &Check| c.quantity == "image_positions" && c.prompt == name;
+        if !self.reference.contains(&tensor) || self.report.checks.iter().any(done) {
+            return Ok(());
+        }
+        let mut tally = Tally::sets("-", name, "image_positions");
+        let types = self.reference.integers(&tensor, &[ids.len()])?;
+        for (p, (&id, kind)) in ids.iter().zip(types).enumerate() {
+            let image = Some(id) == self.model.config.image_token_id;
+            tally.equal(image == (kind >= 0), || format!("position {p}: token type {kind}"));
+        }
+        self.report.checks.push(tally.check());
+        Ok(())
+    }
+
+    /// Table rows of every token, for each n-gram memory. They do not depend on the cache format.
+    fn hashes(
+        &mut self,
+        runner: &Runner<D>,
+        prompt: &str,
+        tensor: &str,
+        rows: usize,
+    ) -> Result<(), VerifyError> {
+        let done = |c: &Check| c.quantity == "hash_ids" && c.prompt == prompt;
+        if self.report.checks.iter().any(done) {
+            return Ok(());
+        }
+        let mut tally = Tally::sets("-", prompt, "hash_ids");
+        let text = &self.model.config.text_config;
+        let (memories, columns) = (text.engram_layer_ids.len(), text.hash_columns());
+        if self.reference.contains(tensor) {
+            let reference = self.reference.integers(tensor, &[rows, memories, columns])?;
+            let own = &runner.session.batch.memory_row_ids;
+            for (i, &expected) in reference.iter().enumerate() {
+                let (p, memory, column) =
+                    (i / columns / memories, i / columns % memories, i % columns);
+                let found = own[memory].get(p * columns + column).copied();
+                let equal = found.and_then(|id| i64::try_from(id).ok()) == Some(expected);
+                tally.equal(equal, || {
+                    let layer = text.engram_layer_ids[memory];
+                    format!("layer {layer} position {p} column {column}: {found:?} instead of {expected}")
+                });
+            }
+        } else {
+            tally.note("not in the reference");
+        }
+        self.report.checks.push(tally.check());
+        Ok(())
+    }
+
+    fn token_map(&mut self) -> Result<(), VerifyError> {
+        const TENSOR: &str = "engram.token_map";
+        let mut tally = Tally::sets("-", "-", "token_map");
+        if let (true, Some(engram)) = (self.reference.contains(TENSOR), self.model.engram()) {
+            let own = engram.map.ids();
+            let reference = self.reference.integers(TENSOR, &self.reference.shape(TENSOR)?)?;
+            for (id, &expected) in reference.iter().enumerate() {
+                let own = own.get(id).copied();
+                tally.equal(own.map(i64::from) == Some(expected), || {
+                    format!("token {id}: {own:?} instead of {expected}")
+                });
+            }
+        } else {
+            tally.note("not in the reference");
+        }
+        self.report.checks.push(tally.check());
+        Ok(())
+    }
+
+    /// A line for every kind of tensor that nothing was compared with.
+    fn unused(&mut self, options: &Options) {
+        let all = [Variant::F32, Variant::Quantized];
+        let left_out: Vec<&str> =
+            all.iter().filter(|v| !options.variants.contains(v)).map(|v| v.name()).collect();
+        for (pattern, count) in self.reference.unused() {
+            if pattern.split('.').any(|part| left_out.contains(&part)) {
+                continue;
+            }
+            let reason = if pattern.ends_with("rounding_noise") {
+                "it describes the reference itself"
+            } else if ["patches", "features", "aligned"]
+                .map(|t| format!("vision.*.{t}"))
+                .contains(&pattern)
+            {
+                "the vision tower is not run; image rows enter with the reference's embeddings"
+            } else if options.forced {
+                "a forced run does not compute it"
+            } else {
+                "no comparison knows it"
+            };
+            let mut tally = Tally::sets("-", &pattern, "other tensors");
+            tally.note(format!("{count} tensors: {reason}"));
+            self.report.checks.push(tally.check());
+        }
+    }
+}
+
+/// Whether a device computes with the precision that free runs ask for.
+pub fn runs_free<D: Device>(device: &D) -> bool {
+    device.exact_rows() == RowFormat::F32
+}
