@@ -1,0 +1,387 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+use deepinfer::cache::CacheFormat;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+/// Runs DeepSeek-V4.1 models.
+#[derive(Debug, Parser)]
+#[command(name = "deepinfer", version, max_term_width = 100, arg_required_else_help = true)]
+#[command(after_help = "Exit codes: 0 done, 1 a check or a run failed, 2 the command line is wrong.")]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Continue a prompt
+    Generate(Generate),
+    /// Talk to a model in the terminal
+    Chat(Chat),
+    /// Show what is in a checkpoint: parts, layers, bytes, cache bytes a token
+    Inspect(Inspect),
+    /// Compare a model with reference numbers; exit code 1 if they differ
+    Verify(Verify),
+    /// Write a random checkpoint in the released layout
+    Synth(Synth),
+    /// Measure prefill and decode against what the machine can do
+    Bench(Bench),
+    /// Show what a model needs of a machine, and what fits
+    Plan(Plan),
+    /// Serve a file of requests in OpenAI's batch format
+    Batch(Batch),
+    /// Run the demo model's tasks and count right answers
+    Eval(Eval),
+    /// Print a completion script for a shell
+    Completions {
+        /// Shell to write for
+        shell: Shell,
+    },
+    /// Write man pages
+    Man {
+        /// Folder to write to; it is made if it is not there
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+}
+
+/// Which checkpoint.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// Folder of the checkpoint; without it, the demo model inside this program
+    #[arg(long, short, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+}
+
+/// How it runs.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Threads; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    /// How caches are stored
+    #[arg(long, value_enum, default_value_t = Kv::Released)]
+    pub kv: Kv,
+}
+
+/// Stored form of the caches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Kv {
+    /// fp8 windows, nvfp4 compressed rows, mxfp4 index keys
+    Released,
+    /// As computed, for comparisons
+    Exact,
+}
+
+impl From<Kv> for CacheFormat {
+    fn from(kv: Kv) -> Self {
+        match kv {
+            Kv::Released => CacheFormat::Released,
+            Kv::Exact => CacheFormat::Exact,
+        }
+    }
+}
+
+/// How tokens are chosen.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Most tokens to produce
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<NonZeroUsize>,
+    /// Divides the logits; 0 takes the most probable token each time
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    pub temperature: f32,
+    /// Keep the most probable tokens up to this mass
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub top_p: f32,
+    /// Keep this many tokens; 0 keeps all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub top_k: u32,
+    /// Keep tokens at least this probable relative to the best one
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    pub min_p: f32,
+    /// Divide positive and multiply negative logits of tokens seen before
+    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    pub repetition_penalty: f32,
+    /// Subtract this from tokens that the output holds
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub presence_penalty: f32,
+    /// Subtract this for each occurrence in the output
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub frequency_penalty: f32,
+    /// Key of the random choices: the same seed gives the same tokens
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Stop before this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Go on after the model's end of text
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+/// Settings of the engine.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Engine")]
+pub struct EngineArgs {
+    /// Most rows in a step
+    #[arg(long, value_name = "N")]
+    pub max_batch_tokens: Option<NonZeroUsize>,
+    /// Most requests that run at a time
+    #[arg(long, value_name = "N")]
+    pub max_seqs: Option<NonZeroUsize>,
+    /// Most rows of one prompt in a step
+    #[arg(long, value_name = "N")]
+    pub prefill_chunk: Option<NonZeroUsize>,
+    /// Tokens that the cache pool holds
+    #[arg(long, value_name = "N")]
+    pub kv_tokens: Option<NonZeroUsize>,
+    /// Where prefixes of earlier requests are kept: off, device, host, disk:DIR
+    #[arg(long, value_name = "WHERE")]
+    pub prefix_cache: Option<String>,
+    /// How prompts go through the decoder layers: off, exact, compact, mask
+    #[arg(long, value_name = "MODE")]
+    pub prefill: Option<String>,
+    /// Tokens drafted ahead: off, a number, auto
+    #[arg(long, value_name = "N")]
+    pub draft: Option<String>,
+    /// Plan the next step while one runs: on, off
+    #[arg(long, value_enum, value_name = "on|off")]
+    pub overlap: Option<Switch>,
+}
+
+/// On or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    On,
+    Off,
+}
+
+#[derive(Debug, Args)]
+pub struct Generate {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Text to continue
+    #[arg(long, short, value_name = "TEXT", group = "input")]
+    pub prompt: Option<String>,
+    /// File with the text to continue; - reads standard input
+    #[arg(long, value_name = "FILE", group = "input")]
+    pub prompt_file: Option<PathBuf>,
+    /// Token ids to continue, as they are
+    #[arg(long, value_name = "ID,...", value_delimiter = ',', num_args = 1.., group = "input")]
+    pub token_ids: Option<Vec<u32>>,
+    /// Take the prompt as a user's message, in the chat format
+    #[arg(long)]
+    pub chat: bool,
+    /// How thoroughly to think before the answer, with --chat: none, low, high, max or 1 to 100
+    #[arg(long, value_name = "EFFORT", default_value = "none", requires = "chat")]
+    pub effort: String,
+    /// System message, with --chat
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Tokens drafted ahead: off, a number, auto; the same tokens come out
+    #[arg(long, value_name = "N", default_value = "auto")]
+    pub draft: String,
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Print one JSON object at the end instead of the text
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Chat {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// How thoroughly to think before an answer: none, low, high, max or 1 to 100
+    #[arg(long, value_name = "EFFORT", default_value = "none")]
+    pub effort: String,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Tokens drafted ahead: off, a number, auto; the same tokens come out
+    #[arg(long, value_name = "N", default_value = "auto")]
+    pub draft: String,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct Inspect {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// List every tensor
+    #[arg(long)]
+    pub tensors: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Verify {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Folder with reference.json and reference.safetensors
+    #[arg(long, value_name = "DIR")]
+    pub reference: PathBuf,
+    /// Which caches to compare
+    #[arg(long, value_enum, default_value_t = KvChoice::Both)]
+    pub kv: KvChoice,
+    /// Start every layer from the reference's values
+    #[arg(long)]
+    pub forced: bool,
+    /// Threads; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which caches a comparison runs with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvChoice {
+    /// Rounded as released
+    Released,
+    /// As computed
+    Exact,
+    /// One after the other
+    Both,
+}
+
+#[derive(Debug, Args)]
+pub struct Synth {
+    /// Folder to write to; it is made, and must not hold a checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Sizes: tiny, bench (at least 4 GB), flash-layers:N (released widths, N >= 6 layers)
+    #[arg(long, default_value = "tiny")]
+    pub preset: String,
+    /// Key of the random numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Rows of each n-gram table
+    #[arg(long, value_name = "R")]
+    pub engram_rows: Option<u64>,
+    /// Longest sequence
+    #[arg(long, value_name = "P")]
+    pub positions: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+pub struct Bench {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub prompt_tokens: usize,
+    /// Tokens to decode after it
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub new_tokens: usize,
+    /// Sequences that decode side by side
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch: usize,
+    /// Pairs of measurement and limit, interleaved; medians are reported
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    pub repeats: usize,
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Plan {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Memory of the machine, such as 64GB or 512MiB; without it, what this machine has available
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<String>,
+    /// Sequences that should fit
+    #[arg(long, value_name = "N")]
+    pub max_seqs: Option<usize>,
+    /// Tokens that should fit, over all sequences
+    #[arg(long, value_name = "N")]
+    pub kv_tokens: Option<usize>,
+    /// Most rows in a step
+    #[arg(long, value_name = "N")]
+    pub max_batch_tokens: Option<usize>,
+    /// How caches are stored
+    #[arg(long, value_enum, default_value_t = Kv::Released)]
+    pub kv: Kv,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Batch {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Requests, one JSON object a line
+    pub input: PathBuf,
+    /// Answers, one JSON object a line; ids that are there already are not run again
+    pub output: PathBuf,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+#[derive(Debug, Args)]
+pub struct Eval {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// How much to run
+    #[arg(long, value_enum, default_value_t = Suite::Quick)]
+    pub suite: Suite,
+    /// Folder with the tasks; without it, those inside this program
+    #[arg(long, value_name = "DIR")]
+    pub tasks: Option<PathBuf>,
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How much of the tasks to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Suite {
+    /// Under a minute
+    Quick,
+    /// Everything
+    Full,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn only_one_prompt_may_be_given() {
+        let two = ["deepinfer", "generate", "--prompt", "a", "--token-ids", "1,2"];
+        assert!(Cli::try_parse_from(two).is_err());
+        let one = Cli::try_parse_from(["deepinfer", "generate", "--token-ids", "1,2"]);
+        match one.map(|cli| cli.command) {
+            Ok(Command::Generate(args)) => assert_eq!(args.token_ids, Some(vec![1, 2])),
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! How a command ends when it does not succeed.
+
+use std::process::ExitCode;
+
+/// Why a command ended.
+#[derive(Debug)]
+pub enum Failure {
+    /// The command line cannot be carried out as it is: exit code 2.
+    Usage(String),
+    /// Something went wrong: exit code 1.
+    Error(anyhow::Error),
+    /// A check failed and has said so on standard output: exit code 1.
+    Check,
+    /// Whoever read the output has gone: nothing to say.
+    Closed,
+}
+
+impl Failure {
+    /// Tells the user, and gives the exit code.
+    pub fn report(self) -> ExitCode {
+        match self {
+            Failure::Usage(message) => {
+                eprintln!("error: {message}");
+                ExitCode::from(2)
+            }
+            Failure::Error(error) => {
+                eprintln!("error: {error:#}");
+                ExitCode::FAILURE
+            }
+            Failure::Check => ExitCode::FAILURE,
+            Failure::Closed => ExitCode::SUCCESS,
+        }
+    }
+}
+
+impl<E: Into<anyhow::Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        let error = error.into();
+        let broken_pipe = |cause: &(dyn std::error::Error + 'static)| {
+            let io = cause.downcast_ref::<std::io::Error>();
+            io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+        };
+        if error.chain().any(broken_pipe) {
+            return Failure::Closed;
+        }
+        Failure::Error(error)
+    }
+}
+
+/// Result of a command.
+pub type Outcome<T = ()> = Result<T, Failure>;

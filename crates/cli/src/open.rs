@@ -1,0 +1,78 @@
+//! Opens a checkpoint and loads the model, with progress.
+
+use crate::args::ModelArgs;
+use crate::demo;
+use crate::failure::{Failure, Outcome};
+use anyhow::Context;
+use deepinfer::checkpoint::{Checkpoint, Source};
+use deepinfer::engram::Engram;
+use deepinfer::model::Model;
+use deepinfer::tokenizer::Tokenizer;
+use deepinfer_device::Cpu;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+/// A loaded model.
+pub struct Loaded {
+    pub device: Arc<Cpu>,
+    pub model: Arc<Model<Cpu>>,
+    pub tokenizer: Arc<Tokenizer>,
+}
+
+/// Where the model comes from.
+pub fn source(args: &ModelArgs) -> Outcome<Source> {
+    match &args.model {
+        Some(folder) if !folder.is_dir() => Err(Failure::Usage(format!(
+            "--model {}: there is no such folder; give one that holds config.json and safetensors \
+             files",
+            folder.display()
+        ))),
+        Some(folder) => Ok(Source::directory(folder)),
+        None if demo::MODEL.is_empty() => Err(Failure::Usage(
+            "this program was built without the demo model; give a checkpoint with --model DIR"
+                .into(),
+        )),
+        None => Ok(Source::Embedded(demo::MODEL)),
+    }
+}
+
+/// Opens the checkpoint: everything but tensor data is read and checked.
+pub fn checkpoint(args: &ModelArgs) -> Outcome<Checkpoint> {
+    let source = source(args)?;
+    let place = source.place();
+    Ok(Checkpoint::open(source).with_context(|| format!("cannot open {place}"))?)
+}
+
+/// Opens and loads.
+pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded> {
+    let mut checkpoint = checkpoint(args)?;
+    let place = checkpoint.source().place();
+    let mut load = || -> anyhow::Result<Loaded> {
+        let tokenizer = Arc::new(Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?);
+        let device = Arc::new(Cpu::new(threads.map(NonZeroUsize::get))?);
+        let bar = bar("loading", 0);
+        let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
+        let model = Model::load(&*device, &mut checkpoint, engram, &mut |done, all| {
+            bar.set_length(all as u64);
+            bar.set_position(done as u64);
+        })?;
+        bar.finish_and_clear();
+        Ok(Loaded { device, model: Arc::new(model), tokenizer })
+    };
+    Ok(load().with_context(|| format!("cannot load {place}"))?)
+}
+
+/// A progress bar on standard error; nothing where that is no terminal.
+pub fn bar(what: &'static str, length: usize) -> ProgressBar {
+    let target = match std::io::stderr().is_terminal() {
+        true => ProgressDrawTarget::stderr(),
+        false => ProgressDrawTarget::hidden(),
+    };
+    let bar = ProgressBar::with_draw_target(Some(length as u64), target);
+    let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.set_prefix(what);
+    bar
+}
