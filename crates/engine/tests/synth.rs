@@ -1,9 +1,13 @@
 //! Synthetic checkpoints: sizes, layout, and that they open.
 
-mod files;
+mod common;
 
+use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Part, Source, layout};
 use deepinfer::engram::Engram;
+use deepinfer::model::NoProbe;
+use deepinfer::plan::StepPlan;
+use deepinfer::session::Session;
 use deepinfer::synth::{self, Options, Preset, SynthError};
 use deepinfer::tokenizer::Tokenizer;
 use deepinfer_device::Format;
@@ -62,6 +66,27 @@ fn a_seed_decides_every_byte() {
     let first = write("a", 1);
     assert!(first == write("b", 1));
     assert!(first != write("c", 2));
+}
+
+/// The weights have sizes that a signal survives: logits are finite, about as wide as a trained
+/// model's, and differ from position to position.
+#[test]
+fn random_weights_keep_activations_in_range() {
+    let folder = tempfile::tempdir().unwrap();
+    synth::write(folder.path(), &Options::new(Preset::Tiny), &mut |_, _| {}).unwrap();
+    let (cpu, model) = common::load(folder.path(), 2);
+    let mut session = Session::new(cpu, model, CacheFormat::Released, 1, 512, 512).unwrap();
+    let tokens = common::random_tokens(3, 200, 1024);
+    let sequence = session.extend(0, &tokens, &(0..200).collect::<Vec<u32>>());
+    let logits = session.run(&StepPlan { sequences: vec![sequence] }, &mut NoProbe).unwrap();
+    let mut best = std::collections::HashSet::new();
+    for row in &logits {
+        let squares: f64 = row.iter().map(|x| f64::from(*x).powi(2)).sum();
+        let size = (squares / row.len() as f64).sqrt();
+        assert!((0.5..8.0).contains(&size), "{size}");
+        best.insert((0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])));
+    }
+    assert!(best.len() > 50, "{} different tokens are best somewhere", best.len());
 }
 
 /// What the measurements ask of `bench`.
