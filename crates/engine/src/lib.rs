@@ -7,6 +7,7 @@ pub mod config;
 pub mod engine;
 pub mod engram;
 pub mod fuzz;
+pub mod grammar;
 pub mod metrics;
 pub mod model;
 pub mod output;
