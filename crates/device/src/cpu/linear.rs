@@ -4,6 +4,10 @@
 //! threads and the instruction set.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
 mod few;
 #[cfg(target_arch = "x86_64")]
 mod many;

@@ -38,6 +38,7 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
 {
     // Rows beyond the last are the last again; their results are dropped.
     let rows = x.len();
+    let chunks = w.cols.div_ceil(STEPS * LANES);
     let product: Product<'_, D, M> = Product {
         decode,
         w,
@@ -50,19 +51,19 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
         // SAFETY: the caller's promise; there are no scales.
         unsafe { product.run::<S, STEPS, R, false>(n, |_| std::ptr::null(), out) }
     } else if D::SCALES == LANES && w.format == Format::Fp8Block32 {
-        let values = scales::len::<STEPS>(w, D::SCALES);
+        let values = chunks * D::SCALES;
         let padded = x.row(0).len();
-        let mut expanded = scratch::take(2 * values);
+        let mut expanded = scratch::take(values);
         let mut scaled = scratch::take(rows * padded);
-        let (scale, inverse) = expanded.split_at_mut(values);
         let mut from = n.start;
         while from < n.end {
             let to = n.end.min((from + w.scale_row0) / GROUP * GROUP + GROUP - w.scale_row0);
-            scales::expand(w, from, D::SCALES, scale);
             // The scale goes to the activations, once for a row of tiles, where that is exact.
-            let mut exact = scales::invert(scale, inverse);
+            let bytes = w.row_scales(from);
+            let mut exact = scales::are_moderate(bytes);
             for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
-                exact &= scales::multiply::<STEPS>(x.row(m), scale, inverse, scaled);
+                // SAFETY: the caller's promise.
+                exact = exact && unsafe { scales::multiply::<S>(x.row(m), bytes, scaled) };
             }
             // SAFETY: the caller's promise; one row of scales serves all these rows.
             unsafe {
@@ -72,20 +73,22 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
                     let product: Product<'_, D, M> = Product { x, ..product };
                     product.run::<S, STEPS, R, false>(from..to, |_| std::ptr::null(), out);
                 } else {
-                    let scale = scale.as_ptr();
+                    scales::expand::<S>(w, from, 0..chunks, D::SCALES, &mut expanded);
+                    let scale = expanded.as_ptr();
                     product.run::<S, STEPS, R, true>(from..to, |_| scale, out);
                 }
             }
             from = to;
         }
     } else {
-        let values = scales::len::<STEPS>(w, D::SCALES);
+        let values = chunks * D::SCALES;
         let mut expanded = scratch::take(R * values);
         let mut from = n.start;
         while from < n.end {
             let to = n.end.min(from + R);
             for (r, expanded) in (from..to).zip(expanded.chunks_mut(values.max(1))) {
-                scales::expand(w, r, D::SCALES, expanded);
+                // SAFETY: the caller's promise.
+                unsafe { scales::expand::<S>(w, r, 0..chunks, D::SCALES, expanded) };
             }
             let base = expanded.as_ptr();
             // SAFETY: the caller's promise; a row of expanded scales for each stored row.
@@ -120,7 +123,15 @@ impl<D, const M: usize> Product<'_, D, M> {
             let sums = unsafe {
                 let scales: [*const f32; R] = from_fn(|i| scale((r + i).min(last)));
                 let tail = tail.as_ref().map(Tail::starts);
-                dots::<S, D, STEPS, M, R, SCALED>(self.decode, self.x, starts, scales, chunks, tail)
+                dots::<S, D, STEPS, M, R, SCALED>(
+                    self.decode,
+                    self.x,
+                    starts,
+                    scales,
+                    chunks,
+                    tail,
+                    R * self.w.row_stride,
+                )
             };
             for i in 0..R.min(last + 1 - r) {
                 for m in 0..self.rows {

@@ -5,7 +5,8 @@ use super::scales::{self, Tail};
 use super::simd::{Decode, MAX_MR, Simd};
 use crate::cpu::lanes::{LANES, tree};
 use crate::cpu::scratch;
-use crate::tensor::StoredMatrix;
+use crate::formats::blocks::GROUP;
+use crate::tensor::{Format, StoredMatrix};
 use std::array::from_fn;
 use std::ops::Range;
 
@@ -35,7 +36,7 @@ pub(super) unsafe fn many<S, D, const STEPS: usize>(
     let tile_len = S::MR * S::NR * LANES;
     let mut panel = scratch::take(tiles * S::NR * DEPTH);
     let mut sums = scratch::take(row_tiles * tiles * tile_len);
-    let mut expanded = scratch::take(scales::len::<STEPS>(w, D::SCALES));
+    let mut expanded = scratch::take(depth * D::SCALES);
     if chunks == 0 {
         sums.fill(0.0);
     }
@@ -43,8 +44,17 @@ pub(super) unsafe fn many<S, D, const STEPS: usize>(
         let block = from..chunks.min(from + depth);
         let steps = block.len() * STEPS;
         for (r, to) in n.clone().zip(panel.chunks_exact_mut(steps * LANES)) {
-            // SAFETY: the caller's promise; `to` holds the block.
-            unsafe { widen::<S, D, STEPS>(decode, w, r, block.clone(), &mut expanded, to) };
+            // SAFETY: the caller's promise; `to` holds the block, and so does `expanded`.
+            unsafe {
+                // A row of tiles shares its scales.
+                let shared = w.format == Format::Fp8Block32
+                    && r > n.start
+                    && !(r + w.scale_row0).is_multiple_of(GROUP);
+                if !shared {
+                    scales::expand::<S>(w, r, block.clone(), D::SCALES, &mut expanded);
+                }
+                widen::<S, D, STEPS>(decode, w, r, block.clone(), &expanded, to);
+            }
         }
         // Rows that fill up the last tile: any finite values do.
         panel[width * steps * LANES..tiles * S::NR * steps * LANES].fill(0.0);
@@ -71,14 +81,14 @@ pub(super) unsafe fn many<S, D, const STEPS: usize>(
     }
 }
 
-/// Chunks `block` of row `r` as f32, in lane order.
+/// Chunks `block` of row `r` as f32, in lane order, given their expanded scales.
 #[inline(always)]
 unsafe fn widen<S, D, const STEPS: usize>(
     decode: D,
     w: &StoredMatrix,
     r: usize,
     block: Range<usize>,
-    expanded: &mut [f32],
+    expanded: &[f32],
     out: &mut [f32],
 ) where
     S: Simd,
@@ -87,9 +97,7 @@ unsafe fn widen<S, D, const STEPS: usize>(
     let row = w.row(r);
     let tail = Tail::<1>::of(w, [row], D::BYTES);
     let whole = w.cols / (STEPS * LANES);
-    if w.format.scale_shape(1, 1).is_some() {
-        scales::expand(w, r, D::SCALES, expanded);
-    }
+    let first = block.start;
     for (c, out) in block.zip(out.chunks_exact_mut(STEPS * LANES)) {
         // SAFETY: chunk `c` lies in the row, or in the tail; the caller has the instruction set.
         unsafe {
@@ -97,7 +105,7 @@ unsafe fn widen<S, D, const STEPS: usize>(
                 Some(tail) if c == whole => tail.starts()[0],
                 _ => row.as_ptr().add(c * D::BYTES),
             };
-            let scale = expanded.as_ptr().add(c * D::SCALES);
+            let scale = expanded.as_ptr().add((c - first) * D::SCALES);
             for (w, out) in
                 decode.weights(codes, scale).into_iter().zip(out.chunks_exact_mut(LANES))
             {

@@ -1,68 +1,75 @@
 //! Scales as the kernels read them, and rows that end inside a chunk.
 
+use super::simd::Simd;
 use crate::cpu::lanes::{self, LANES};
 use crate::formats::ue8m0;
 use crate::tensor::{Format, StoredMatrix};
+use std::ops::Range;
 
-/// Values that [`expand`] writes for a row: `per_chunk` for each chunk of `STEPS` times 16 columns.
+/// The scales of chunks `chunks` of row `r`: one a chunk of 32 columns (`per_chunk` 1), or one a lane
+/// of a chunk of 64 columns (`per_chunk` 16), where lanes 0 to 7 hold the first 32 columns. A group
+/// that the row does not reach has scale 1.
+///
+/// # Safety
+/// The processor has the instruction set.
 #[inline(always)]
-pub(super) fn len<const STEPS: usize>(w: &StoredMatrix, per_chunk: usize) -> usize {
-    w.cols.div_ceil(STEPS * LANES) * per_chunk
-}
-
-/// The scales of row `r`: one a chunk of 32 columns (`per_chunk` 1), or one a lane of a chunk of 64
-/// columns (`per_chunk` 16), where lanes 0 to 7 hold the first 32 columns. A group that the row does
-/// not reach has scale 1.
-#[inline(always)]
-pub(super) fn expand(w: &StoredMatrix, r: usize, per_chunk: usize, out: &mut [f32]) {
+pub(super) unsafe fn expand<S: Simd>(
+    w: &StoredMatrix,
+    r: usize,
+    chunks: Range<usize>,
+    per_chunk: usize,
+    out: &mut [f32],
+) {
     let bytes = w.row_scales(r);
     if per_chunk == 1 {
-        for (byte, out) in bytes.iter().zip(out) {
+        for (byte, out) in bytes[chunks].iter().zip(out) {
             *out = ue8m0::decode(*byte);
         }
-    } else {
+    } else if per_chunk == LANES {
+        let bytes = &bytes[2 * chunks.start..bytes.len().min(2 * chunks.end)];
         for (bytes, out) in bytes.chunks(2).zip(out.as_chunks_mut::<LANES>().0) {
             let second = bytes.get(1).map_or(1.0, |byte| ue8m0::decode(*byte));
-            out[..8].fill(ue8m0::decode(bytes[0]));
-            out[8..].fill(second);
+            // SAFETY: `out` is 16 values; the caller has the instruction set.
+            unsafe { S::store(out.as_mut_ptr(), S::halves(ue8m0::decode(bytes[0]), second)) };
         }
     }
 }
 
-/// The inverses of scales; whether all are normal numbers far enough from the ends of the range for
-/// every weight to be exact.
+/// Whether scales are far enough from the ends of the range for every weight, and for the inverse of
+/// every scale, to be exact.
 #[inline(always)]
-pub(super) fn invert(scales: &[f32], out: &mut [f32]) -> bool {
-    let mut good = true;
-    for (scale, out) in scales.iter().zip(out) {
-        *out = 1.0 / scale;
-        good &= *scale >= f32::MIN_POSITIVE && *scale <= 2f32.powi(113);
-    }
-    good
+pub(super) fn are_moderate(bytes: &[u8]) -> bool {
+    bytes.iter().fold(true, |good, byte| good & (14..=240).contains(byte))
 }
 
-/// `out = x * scale` in lane order; whether every product is exact.
+/// `out = x * scale` in the lane order of fp8, for moderate scales of 32 columns each; whether every
+/// product is exact.
+///
+/// # Safety
+/// The processor has the instruction set; `out` is as long as `x`, which is padded to whole chunks
+/// of 64.
 #[inline(always)]
-pub(super) fn multiply<const STEPS: usize>(
-    x: &[f32],
-    scales: &[f32],
-    inverse: &[f32],
-    out: &mut [f32],
-) -> bool {
-    let mut wrong = [0u32; LANES];
-    let scales = scales.as_chunks::<LANES>().0.iter().zip(inverse.as_chunks::<LANES>().0);
-    let chunks = x.as_chunks::<LANES>().0.chunks_exact(STEPS);
-    let out = out.as_chunks_mut::<LANES>().0.chunks_exact_mut(STEPS);
-    for (((scale, inverse), x), out) in scales.zip(chunks).zip(out) {
-        for s in 0..STEPS {
-            for l in 0..LANES {
-                let product = x[s][l] * scale[l];
-                out[s][l] = product;
-                wrong[l] |= (product * inverse[l]).to_bits() ^ x[s][l].to_bits();
+pub(super) unsafe fn multiply<S: Simd>(x: &[f32], scales: &[u8], out: &mut [f32]) -> bool {
+    const STEPS: usize = 4;
+    assert!(x.len() <= scales.len().div_ceil(2) * STEPS * LANES && x.len() == out.len());
+    // SAFETY: every access lies in a chunk of x and out; the caller has the instruction set.
+    unsafe {
+        let mut wrong = S::zero();
+        for (c, scales) in scales.chunks(2).enumerate().take(x.len() / (STEPS * LANES)) {
+            let [first, second] = [scales[0], scales[scales.len() - 1]].map(u32::from);
+            let power = |exponent: u32| f32::from_bits(exponent << 23);
+            let scale = S::halves(power(first), power(second));
+            let inverse = S::halves(power(254 - first), power(254 - second));
+            for s in 0..STEPS {
+                let at = (c * STEPS + s) * LANES;
+                let x = S::load(x.as_ptr().add(at));
+                let product = S::mul(x, scale);
+                S::store(out.as_mut_ptr().add(at), product);
+                wrong = S::or_differences(wrong, S::mul(product, inverse), x);
             }
         }
+        S::is_zero(wrong)
     }
-    wrong == [0; LANES]
 }
 
 /// The last, partial chunk of `R` rows, filled up with zeros.

@@ -17,8 +17,18 @@ pub(super) trait Simd: Copy {
     unsafe fn load(p: *const f32) -> Self::V;
     /// Stores 16 values at `p`.
     unsafe fn store(p: *mut f32, v: Self::V);
+    /// Tells the processor that the line at `p` is wanted soon. Any address will do.
+    unsafe fn prefetch(p: *const u8);
     /// `x * y + acc`, rounded once.
     unsafe fn fma(x: Self::V, y: Self::V, acc: Self::V) -> Self::V;
+    /// `x * y`.
+    unsafe fn mul(x: Self::V, y: Self::V) -> Self::V;
+    /// `a` in lanes 0 to 7, `b` in lanes 8 to 15.
+    unsafe fn halves(a: f32, b: f32) -> Self::V;
+    /// The bits of `acc`, and those in which `x` and `y` differ.
+    unsafe fn or_differences(acc: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// Whether all bits are 0.
+    unsafe fn is_zero(v: Self::V) -> bool;
     /// Activation rows of a register tile, at most [`MAX_MR`].
     const MR: usize;
     /// Weight rows of a register tile.
@@ -51,6 +61,14 @@ pub(super) trait Decode<S: Simd, const STEPS: usize>: Copy {
     unsafe fn codes(self, codes: *const u8) -> [S::V; STEPS];
 }
 
+/// f32 weights: nothing to look up.
+#[derive(Clone, Copy)]
+pub(super) struct F32;
+
+/// bf16 weights.
+#[derive(Clone, Copy)]
+pub(super) struct Bf16;
+
 /// `R` stored rows times `M` activation rows, all in lane order: `chunks` whole chunks, then one
 /// more that the stored rows have at `tail`. `SCALED` multiplies by the scales at `scale` (one
 /// pointer a row, advancing by `SCALES` a chunk); otherwise the activations have been multiplied.
@@ -69,6 +87,7 @@ pub(super) unsafe fn dots<
     scales: [*const f32; R],
     chunks: usize,
     tail: Option<[*const u8; R]>,
+    ahead: usize,
 ) -> [[f32; M]; R]
 where
     S: Simd,
@@ -79,6 +98,11 @@ where
     unsafe {
         let mut acc = [[S::zero(); M]; R];
         for c in 0..chunks {
+            if D::BYTES >= 64 || (c * D::BYTES).is_multiple_of(64) {
+                for r in 0..R {
+                    S::prefetch(rows[r].wrapping_add(c * D::BYTES + ahead));
+                }
+            }
             step::<S, D, STEPS, M, R, SCALED>(
                 decode,
                 x,
