@@ -121,7 +121,7 @@ impl Checkpoint {
     fn open_shards(&mut self, index: Index) -> Result<(), CheckpointError> {
         let mut by_shard: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in &index.weight_map {
-            by_shard.entry(shard).or_default().insert(tensor);
+            by_shard.entry(shard).or_default().insert(plain_name(tensor));
         }
         for (shard, expected) in by_shard {
             let Some(file) = self.source.map(shard)? else {
@@ -133,7 +133,8 @@ impl Checkpoint {
                 });
             };
             let entries = safetensors::parse_header(shard, &file)?;
-            let listed: BTreeSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
+            let listed: BTreeSet<&str> =
+                entries.iter().map(|entry| plain_name(&entry.name)).collect();
             if let Some(tensor) = expected.difference(&listed).next() {
                 let (shard, tensor) = (shard.to_owned(), (*tensor).to_owned());
                 return Err(CheckpointError::NotInShard { shard, tensor });

@@ -116,6 +116,7 @@ fn wrong_index() {
     let error = refused(one(json!({"a": "s"})), &["s:", "b"]);
     assert!(matches!(error, CheckpointError::NotInIndex { .. }));
     assert!(one(json!({"a": "s", "b": "s"})).is_ok());
+    assert!(one(json!({"model.a": "s", "b": "s"})).is_ok(), "a leading model. is nothing");
 }
 
 #[test]
