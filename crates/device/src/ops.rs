@@ -318,6 +318,11 @@ pub trait Device: Send + Sync + Sized + 'static {
     ) -> Result<()>;
     /// Waits for all calls so far.
     fn sync(&self) -> Result<()>;
+    /// Runs `f`, a series of operations on this device, where they start soonest: a CPU runs it on
+    /// a thread of its pool. Operations called elsewhere give the same results.
+    fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        f()
+    }
     /// The cache format that keeps rows as computed.
     fn exact_rows(&self) -> RowFormat;
 

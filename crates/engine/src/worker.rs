@@ -313,7 +313,14 @@ impl<D: Device> DraftChoice<D> for DraftRows<'_> {
 }
 
 impl<D: Device> Worker for ModelWorker<D> {
-    fn run(&mut self, mut work: Work) -> Result<Done> {
+    fn run(&mut self, work: Work) -> Result<Done> {
+        let device = Arc::clone(&self.device);
+        device.run(|| self.step(work))
+    }
+}
+
+impl<D: Device> ModelWorker<D> {
+    fn step(&mut self, mut work: Work) -> Result<Done> {
         let start = Instant::now();
         let mut done = Done::default();
         for op in std::mem::take(&mut work.before) {

@@ -138,6 +138,10 @@ impl Device for Cpu {
         Ok(())
     }
 
+    fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
+        self.pool.install(f)
+    }
+
     fn exact_rows(&self) -> RowFormat {
         RowFormat::F32
     }
