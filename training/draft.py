@@ -41,7 +41,7 @@ def draft_blocks(p, config, contexts, anchors, tokens, start, run):
             a = name + "attn."
             q, kv, _ = queries(x, p[a + "wq_a.weight"], p[a + "q_norm.weight"], p[a + "wq_b.weight"], p[a + "wkv.weight"],
                                p[a + "kv_norm.weight"], cos, sin, heads, eps, run.quant)
-            keys = torch.cat([contexts[k][back.clamp(min=0)], kv.view(count, size, dim)], 1)
+            keys = torch.cat([gather(contexts[k], back.clamp(min=0)), kv.view(count, size, dim)], 1)
             s = torch.einsum("abhd,akd->ahbk", q.view(count, size, heads, dim), keys).float() * dim ** -0.5
             s = s.masked_fill(~keep[:, None, None], float("-inf"))
             s = torch.cat([s, p[a + "attn_sink"].float()[None, :, None, None].expand(count, heads, size, 1)], 3)

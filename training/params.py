@@ -16,10 +16,12 @@ from quant import fp8_32, fp8_weight, mxfp4_32
 
 
 BETAS = (0.9, 0.98)
+FLAT = ("adam", "table", "vision")
+RATES = dict(muon=0.02, adam=2e-3, table=1e-2, vision=2e-3)
 
 
 def specification(c):
-    """name -> (shape, initial std or constant, kind); kinds: fp8, fp4, plain (Muon), adam, table."""
+    """name -> (shape, initial std or constant, kind); kinds: fp8, fp4, plain (Muon), adam, table, vision (AdamW, each with its rate)."""
     h, d, s = c.hidden_size, c.head_dim, c.hc_mult
     out = {"embed.weight": ((c.vocab_size, h), 0.1, "adam"), "head.weight": ((c.vocab_size, h), 0.02, "adam"), "norm.weight": ((h,), "one", "adam")}
 
@@ -78,22 +80,22 @@ def specification(c):
     out[f"mtp.{last}.confidence_head.proj.weight"] = ((1, h + c.dspark_markov_rank), 0.01, "adam")
     v = c.vision
     w, patch = v.hidden_size, 3 * v.patch_size ** 2
-    projection("vision.patch_embed.proj", w, patch, "plain")
-    out["vision.patch_embed.proj.bias"] = ((w,), "zero", "adam")
+    projection("vision.patch_embed.proj", w, patch, "vision")
+    out["vision.patch_embed.proj.bias"] = ((w,), "zero", "vision")
     for i in range(v.num_hidden_layers):
         name = f"vision.blocks.{i}."
-        out[name + "norm1.weight"] = out[name + "norm2.weight"] = ((w,), "one", "adam")
-        projection(name + "attn.wqkv", 3 * w, w, "plain")
-        projection(name + "attn.wo", w, w, "plain", 0.3)
-        projection(name + "mlp.w1", 2 * v.intermediate_size, w, "plain")
-        projection(name + "mlp.w2", w, v.intermediate_size, "plain", 0.3)
-        out[name + "attn.wqkv.bias"], out[name + "attn.wo.bias"] = ((3 * w,), "zero", "adam"), ((w,), "zero", "adam")
-    out["vision.norm.weight"] = ((w,), "one", "adam")
-    projection("aligner.w1", h, w * v.downsample_ratio ** 2, "plain")
-    projection("aligner.w2", h, h, "plain", 0.3)
-    out["aligner.w1.bias"] = out["aligner.w2.bias"] = ((h,), "zero", "adam")
+        out[name + "norm1.weight"] = out[name + "norm2.weight"] = ((w,), "one", "vision")
+        projection(name + "attn.wqkv", 3 * w, w, "vision")
+        projection(name + "attn.wo", w, w, "vision", 0.3)
+        projection(name + "mlp.w1", 2 * v.intermediate_size, w, "vision")
+        projection(name + "mlp.w2", w, v.intermediate_size, "vision", 0.3)
+        out[name + "attn.wqkv.bias"], out[name + "attn.wo.bias"] = ((3 * w,), "zero", "vision"), ((w,), "zero", "vision")
+    out["vision.norm.weight"] = ((w,), "one", "vision")
+    projection("aligner.w1", h, w * v.downsample_ratio ** 2, "vision")
+    projection("aligner.w2", h, h, "vision", 0.3)
+    out["aligner.w1.bias"] = out["aligner.w2.bias"] = ((h,), "zero", "vision")
     for name in ("image_start", "image_end", "image_newline"):
-        out[name] = ((h,), 0.1, "adam")
+        out[name] = ((h,), 0.1, "vision")
     return out
 
 
@@ -140,7 +142,7 @@ class Weights:
             master = torch.stack([start[n] for n in names]).to(device)
             work = master.to(dtype) if device != "cpu" else master.clone()
             self._add(kind, names, master, work, [work[i] for i in range(len(names))])
-        for kind in ("adam", "table"):
+        for kind in FLAT:
             names = [n for n, spec in self.spec.items() if spec[2] == kind]
             sizes = [-(-math.prod(self.spec[n][0]) // 64) * 64 for n in names]
             master, views, at = torch.zeros(sum(sizes), device=device), [], 0
@@ -175,7 +177,7 @@ class Weights:
         self.knobs = torch.ones(3, device=self.groups[0]["master"].device)
         for g in self.groups:
             g["m"] = torch.zeros_like(g["master"])
-            if g["kind"] in ("adam", "table"):
+            if g["kind"] in FLAT:
                 g["v"] = torch.zeros_like(g["master"])
             for name, leaf in zip(g["names"], g["leaves"]):
                 leaf.requires_grad_(trainable(name))
@@ -206,24 +208,24 @@ class Weights:
         self.knobs.copy_(values.pin_memory() if self.knobs.is_cuda else values, non_blocking=True)
 
     @torch.no_grad()
-    def update(self, quant, muon=0.02, adam=2e-3, table=1e-2, clip=1.0):
+    def update(self, quant, rates=RATES, clip=1.0):
         """One optimizer step and the new working copies: device operations only, so that a CUDA graph can hold it."""
         scale, correct1, correct2 = self.knobs.unbind()
         active = [g for g in self.groups if g["active"]]
-        total = torch.stack([g["grad"].float().pow(2).sum() for g in active if g["kind"] in ("adam", "table")]).sum().sqrt()
+        total = torch.stack([g["grad"].float().pow(2).sum() for g in active if g["kind"] in FLAT]).sum().sqrt()
         shrink = (clip / (total + 1e-6)).clamp(max=1.0)
         for g in active:
             grad = g["grad"].float()
-            if g["kind"] in ("adam", "table"):
+            if g["kind"] in FLAT:
                 grad = grad * shrink
                 g["m"].lerp_(grad, 1 - BETAS[0])
                 g["v"].lerp_(grad * grad, 1 - BETAS[1])
                 hat = (g["v"] / correct2).sqrt_().add_(1e-8)
-                g["master"].sub_(g["m"] / correct1 / hat * (scale * (adam if g["kind"] == "adam" else table)))
+                g["master"].sub_(g["m"] / correct1 / hat * (scale * rates[g["kind"]]))
             else:
                 g["m"].lerp_(grad, 0.05)
                 update = orthogonalize(grad.lerp(g["m"], 0.95).flatten(0, -3)).view_as(grad)
-                g["master"].sub_(update * (scale * (muon * 0.2 * max(grad.shape[-2:]) ** 0.5)))
+                g["master"].sub_(update * (scale * (rates["muon"] * 0.2 * max(grad.shape[-2:]) ** 0.5)))
             g["grad"].zero_()
         self.refresh(quant)
 
@@ -244,7 +246,7 @@ class Weights:
         out = {}
         for g in self.groups:
             for i, (name, leaf) in enumerate(zip(g["names"], g["leaves"])):
-                if g["kind"] in ("adam", "table"):
+                if g["kind"] in FLAT:
                     offset = leaf.storage_offset()
                     out[name] = g["master"][offset:offset + leaf.numel()].view(leaf.shape)
                 else:

@@ -72,8 +72,12 @@ class Runtime:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            out = function(dict(static))
+        try:
+            with torch.cuda.graph(captured):
+                out = function(dict(static))
+        except RuntimeError as error:
+            print("no CUDA graph:", str(error)[:300], flush=True)
+            return lambda tensors: function({k: t.to(self.device) for k, t in tensors.items()})
 
         def call(tensors):
             for k, t in tensors.items():

@@ -21,7 +21,7 @@ import data
 import index
 from draft import draft_blocks, heads, stage_contexts
 from model import gather
-from params import Weights, load_state, save_state
+from params import RATES, Weights, initial, load_state, save_state, specification
 from runtime import Runtime
 from rng import Rng
 import tasks
@@ -40,6 +40,9 @@ PHASES = [
          gate=dict(kv8000=0.93), least=40, most=120),
     dict(name="polish", data=dict(mixture=POLISH, max_retrieval=400, lengths=[1000, 2000, 4200, 6000, 8300], long_share=0.25), quant=True, select=False,
          index=True, gate=dict(never=1), least=0, most=10000),
+    # pictures fill half of a row; the language model follows at a small rate
+    dict(name="vision", data=dict(mixture=dict(POLISH, image=90), max_retrieval=400, lengths=[1000, 4200, 9300], long_share=0.2), quant=True, select=False,
+         index=True, gate=dict(never=1), least=0, most=10000, rates=dict(muon=0.003, adam=3e-4, table=1.5e-3, vision=2e-3)),
 ]
 BACKBONE = lambda name: not name.startswith("mtp.")
 DRAFT = lambda name: name.startswith("mtp.")
@@ -115,6 +118,8 @@ def main():
     a.add_argument("--workers", type=int, default=14)
     a.add_argument("--phase", type=int, default=-1)
     a.add_argument("--final", action="store_true", help="let the learning rate fall to zero over the second half of this run")
+    a.add_argument("--images", type=int, default=72, help="at most so many pictures in a packed row")
+    a.add_argument("--fresh-vision", action="store_true", help="start the vision tower anew")
     a.add_argument("--eval-every", type=float, default=20)
     a.add_argument("--lengths", default="250,1000,4000,8000")
     a = a.parse_args()
@@ -128,6 +133,10 @@ def main():
     values, extra = load_state(a.state) if a.state else ({}, None)
     extra = extra or dict(phase=0, steps=0, runs=0, seconds=0)
     phase = extra["phase"] if a.phase < 0 else a.phase
+    data.MAX_IMAGES = a.images
+    if a.fresh_vision:
+        generator = torch.Generator().manual_seed(7)
+        values.update({name: initial(name, shape, how, config, generator) for name, (shape, how, kind) in specification(config).items() if kind == "vision"})
     loader = data.Loader(f"{a.data}/tokenizer.json", a.tokens, 100 + extra["runs"], a.workers, [ph["data"] for ph in PHASES], phase)
     rt = Runtime(config, f"{a.data}/tokenizer.json", device, a.tokens, dtype)
     weights = Weights(config, device, dtype, values=values or None)
@@ -147,7 +156,7 @@ def main():
         phase = len(PHASES) - 1
         loader.phase.value = 1
         weights.refresh(True)
-        own, samples = own_text(rt, weights, 6 if cuda else 1, 1000 + extra["runs"])
+        own, samples = own_text(rt, weights, 4 if cuda else 1, 1000 + extra["runs"])
         note(samples=samples)
     while time.time() - began < a.seconds:
         now = PHASES[phase]
@@ -166,7 +175,7 @@ def main():
             def whole_step(b):
                 values, loads, image = draft_step(rt, weights, b) if work == "draft" else backbone_step(rt, weights, b, now)
                 weights.balance(loads, image)
-                weights.update(quant)
+                weights.update(quant, RATES if work == "draft" else now.get("rates", RATES))
                 return values
 
             replay, graph_of = rt.graph(whole_step, tensors), work
@@ -177,7 +186,7 @@ def main():
             note(loss=np.round(recent, 4).tolist(), scale=round(scale, 3))
         if a.stage == "backbone" and time.time() - last_eval > a.eval_every:
             weights.refresh(now["quant"])
-            part = {k: v for k, v in suite.items() if not k.startswith("kv") or int(k[2:]) <= {0: 250, 1: 1000, 2: 4000, 5: 4000}.get(phase, 8000)}
+            part = {k: v for k, v in suite.items() if not k.startswith("kv") or int(k[2:]) <= {0: 250, 1: 1000, 2: 4000, 5: 4000, 6: 1000}.get(phase, 8000)}
             accuracy = rt.score(weights.p, part, quant=now["quant"], select=now["index"])
             last_eval = time.time()
             note(accuracy=accuracy, seconds=round(time.time() - phase_began, 1))
