@@ -44,10 +44,11 @@ pub(crate) fn attend(cpu: &Cpu, args: &Attention<'_, Cpu>, out: &mut [f32]) {
     if rows == 0 {
         return;
     }
-    // A row's heads are shared out only where there are too few rows for the threads: each share
-    // reads the row's keys anew.
-    let groups = heads.div_ceil(ROWS);
-    let shares = cpu.threads().div_ceil(rows).min(groups);
+    // A row's heads are shared out only where rows are few and do not divide among the threads:
+    // each share reads the row's keys anew.
+    let (groups, threads) = (heads.div_ceil(ROWS), cpu.threads());
+    let even = rows.is_multiple_of(threads) || rows >= 4 * threads;
+    let shares = if even { 1 } else { threads.min(groups) };
     let share = groups.div_ceil(shares) * ROWS;
     let tasks: Vec<(usize, &mut [f32])> = out[..rows * heads * head_dim]
         .chunks_mut(heads * head_dim)
