@@ -21,7 +21,10 @@ const INNER: usize = 2304;
 /// Megabytes of weights of each format, and less than the buffer that is read: far more than caches
 /// hold.
 const POOL_MB: usize = 700;
+/// Rows of a prefill, and how many of how many experts each uses there.
 const PREFILL: usize = 512;
+const EXPERTS: usize = 16;
+const K: usize = 4;
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
@@ -213,18 +216,40 @@ fn prefill(cpu: &Cpu, rounds: usize) {
     let w = values(INNER * HIDDEN);
     let mut out = vec![0.0; PREFILL * INNER];
     let work = (2 * PREFILL * INNER * HIDDEN) as f64 / 1e9;
+    let expert = |format| {
+        let weight = |rows, cols| matrix(format, rows, cols, 1);
+        Expert { w1: weight(INNER, HIDDEN), w3: weight(INNER, HIDDEN), w2: weight(HIDDEN, INNER) }
+    };
+    let Expert { w1, w3, w2 } = expert(Format::Fp8Block32);
+    let load = |m| Weight::new(m).expect("a weight");
+    let shared = Expert { w1: load(w1), w3: load(w3), w2: load(w2) };
+    let experts = (0..EXPERTS).map(|_| expert(Format::Fp4Row32)).collect();
+    let experts = Experts::new(experts).expect("experts");
+    let slot = |i: usize| ((i / K * 7 + i % K * (EXPERTS / K)) % EXPERTS) as u32;
+    let ids: Vec<u32> = (0..PREFILL * K).map(slot).collect();
+    let mut mixed = vec![0.0; PREFILL * HIDDEN];
+    let mixed_work = work * (3 * (K + 1)) as f64;
+
     let mut limits = Vec::new();
-    let mut rates = [const { Vec::new() }; 3];
+    let mut rates = [const { Vec::new() }; 4];
     for _ in 0..rounds {
         limits.push(work / seconds(|| yardstick(&x, &w, cpu.threads(), &mut out)));
         for (rates, w) in rates.iter_mut().zip(&weights) {
             rates.push(work / seconds(|| linear(cpu, &x, w, PREFILL, &mut out)));
         }
+        let scores = [0.1; PREFILL * K];
+        let forward = || {
+            let out = &mut mixed;
+            experts_forward(cpu, &x, &experts, &shared, &ids, &scores, K, 10.0, PREFILL, out);
+        };
+        rates[3].push(mixed_work / seconds(forward));
     }
     println!("f32 gemm                     {:>7.1} GFLOP/s", median(&limits));
     for (format, rates) in formats.iter().zip(&rates) {
         report(&format!("{format:?}, {PREFILL} rows"), "GFLOP/s", rates, &limits);
     }
+    let name = format!("{K} of {EXPERTS} experts, {PREFILL} rows");
+    report(&name, "GFLOP/s", &rates[3], &limits);
 }
 
 /// `out = x @ w` in f32, `w` being `[HIDDEN, INNER]`, the layout that suits the `gemm` crate best.

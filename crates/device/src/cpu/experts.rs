@@ -188,7 +188,7 @@ fn inner(
     };
     let tasks: Vec<(&Group, Range<usize>)> = groups
         .iter()
-        .flat_map(|group| pieces(group.expert.w1.stored()).map(move |n| (group, n)))
+        .flat_map(|group| pieces(group.expert.w1.stored(), false).map(move |n| (group, n)))
         .collect();
     let work = groups.iter().map(|g| 2 * g.rows.len() * g.expert.w1.rows() * g.expert.w1.cols());
     let columns = Columns::new(h, h_width);
@@ -244,7 +244,7 @@ fn outer(
     let pairs = h.len() / h_width;
     let rows = out.len() / hidden;
     let shared = &groups[groups.len() - 1];
-    let tasks: Vec<Range<usize>> = pieces(shared.expert.w2.stored()).collect();
+    let tasks: Vec<Range<usize>> = pieces(shared.expert.w2.stored(), false).collect();
     let work = groups.iter().map(|g| g.rows.len() * g.expert.w2.rows() * g.expert.w2.cols());
     let columns = Columns::new(out, hidden);
     cpu.for_each(work.sum(), &tasks, |n| {

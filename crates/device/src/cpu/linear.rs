@@ -21,7 +21,7 @@ mod x86;
 
 use super::{Cpu, Isa, lanes, scratch};
 use crate::error::DeviceError;
-use crate::tensor::StoredMatrix;
+use crate::tensor::{Format, StoredMatrix};
 use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -29,7 +29,11 @@ use std::ops::Range;
 /// Rows that share one pass over the weights.
 const ROW_BLOCK: usize = 256;
 /// Weight rows in a unit of work. Tiles have as many.
-pub(crate) const PIECE: usize = 32;
+const PIECE: usize = 32;
+/// Activation rows up to which weights are not widened first.
+const FEW_ROWS: usize = 8;
+/// Least activation rows in a unit of work, where there are as many.
+const LEAST_ROWS: usize = 24;
 /// Multiply-adds below which a second thread does not pay.
 const SMALL: usize = 1 << 17;
 
@@ -130,8 +134,12 @@ fn product(
         return;
     }
     let views: Vec<_> = (0..groups).map(|g| w.row_range(g * o..(g + 1) * o)).collect();
-    let tasks: Vec<_> =
-        views.iter().enumerate().flat_map(|(g, w)| pieces(w).map(move |n| (g, w, n))).collect();
+    let few = rows <= FEW_ROWS;
+    let parts: Vec<_> = views
+        .iter()
+        .enumerate()
+        .flat_map(|(g, w)| pieces(w, few).map(move |n| (g, w, n)))
+        .collect();
     let padded = lanes::padded(w.format, w.cols);
 
     let blocks = x.chunks((ROW_BLOCK * x_width).max(1)).zip(out.chunks_mut(ROW_BLOCK * w.rows));
@@ -143,26 +151,37 @@ fn product(
             lanes::arrange(w.format, x, to);
         }
         let arranged = &*arranged;
-        cpu.for_each(rows * w.rows * w.cols, &tasks, |(g, w, n)| {
-            let x = Rows::strided(&arranged[g * padded..], rows, groups * padded, padded);
-            let mut values = scratch::take(rows * n.len());
+        // Few weight rows for all threads: cut the activation rows too.
+        let cuts = (4 * cpu.threads()).div_ceil(parts.len());
+        let step = rows.div_ceil(cuts).max(LEAST_ROWS);
+        let tasks: Vec<_> = (0..rows)
+            .step_by(step)
+            .flat_map(|from| parts.iter().map(move |part| (from..rows.min(from + step), part)))
+            .collect();
+        cpu.for_each(rows * w.rows * w.cols, &tasks, |(rows, (g, w, n))| {
+            let start = &arranged[(rows.start * groups + g) * padded..];
+            let x = Rows::strided(start, rows.len(), groups * padded, padded);
+            let mut values = scratch::take(rows.len() * n.len());
             block(isa, &x, w, n.clone(), &mut values);
             if factor != 1.0 {
                 values.iter_mut().for_each(|v| *v *= factor);
             }
             for (i, values) in values.chunks(n.len()).enumerate() {
-                // SAFETY: each task has columns of its own.
-                unsafe { columns.write(i, g * o + n.start, values) };
+                // SAFETY: each task has rows or columns of its own.
+                unsafe { columns.write(rows.start + i, g * o + n.start, values) };
             }
         });
     }
 }
 
-/// The rows of a matrix in units of work, cut where tiles are.
-pub(crate) fn pieces(w: &StoredMatrix) -> impl Iterator<Item = Range<usize>> + use<> {
+/// The rows of a matrix in units of work, cut where tiles are. `few` asks for smaller ones, which
+/// suit few activation rows, where the format has no tiles.
+pub(crate) fn pieces(w: &StoredMatrix, few: bool) -> impl Iterator<Item = Range<usize>> + use<> {
     let (rows, before) = (w.rows, w.scale_row0);
-    (0..(rows + before).div_ceil(PIECE))
-        .map(move |t| (t * PIECE).saturating_sub(before)..((t + 1) * PIECE - before).min(rows))
+    let plain = matches!(w.format, Format::F32 | Format::Bf16);
+    let piece = if few && plain { PIECE / 4 } else { PIECE };
+    (0..(rows + before).div_ceil(piece))
+        .map(move |t| (t * piece).saturating_sub(before)..((t + 1) * piece - before).min(rows))
         .filter(|piece| !piece.is_empty())
 }
 
@@ -239,7 +258,7 @@ impl<'a> Columns<'a> {
 }
 
 /// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`. `x` is in the lane order of the
-/// format of `w`; `n` is one of its [`pieces`].
+/// format of `w`.
 pub(crate) fn block(isa: Isa, x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
     match isa {
         Isa::Scalar => plain::block(x, w, n, out),
