@@ -1,0 +1,32 @@
+//! HTTP over an engine: OpenAI's and Anthropic's protocols, and what operators need.
+//!
+//! [`App`] holds the engine behind [`Inference`]; [`router`] is the paths; [`serve`] is the server.
+
+mod app;
+mod chat;
+mod completions;
+mod error;
+mod fields;
+mod inference;
+mod load;
+mod metrics;
+mod output;
+mod repair;
+mod router;
+mod run;
+mod sampling;
+pub mod scripted;
+mod serve;
+mod sse;
+mod status;
+mod text;
+mod turn;
+mod usage;
+mod watch;
+
+pub use app::{App, Config, SelfTest};
+pub use error::{ApiError, Shape};
+pub use inference::{Figures, Inference, Info, Times};
+pub use load::{Key, KeyError};
+pub use router::router;
+pub use serve::{ServeError, serve, serve_until};

@@ -1,0 +1,100 @@
+//! What the server says of itself: models, health, readiness, load, metrics.
+
+use crate::app::App;
+use crate::error::ApiError;
+use crate::sse;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::{HeaderValue, Response, StatusCode, header};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+fn model(app: &App, name: &str) -> Value {
+    json!({
+        "id": name,
+        "object": "model",
+        "created": app.started,
+        "owned_by": "deepinfer",
+        "root": app.model(),
+        "max_model_len": app.info().max_tokens,
+        // What Anthropic's clients read.
+        "type": "model",
+        "display_name": name,
+    })
+}
+
+/// `GET /v1/models`.
+pub async fn models(State(app): State<Arc<App>>) -> Response<Body> {
+    let names = &app.config.model_names;
+    let data: Vec<Value> = names.iter().map(|name| model(&app, name)).collect();
+    sse::json(&json!({
+        "object": "list",
+        "data": data,
+        "has_more": false,
+        "first_id": names.first(),
+        "last_id": names.last(),
+    }))
+}
+
+/// `GET /v1/models/{name}`.
+pub async fn one_model(
+    State(app): State<Arc<App>>,
+    Path(name): Path<String>,
+) -> Result<Response<Body>, ApiError> {
+    app.check_model(&name)?;
+    Ok(sse::json(&model(&app, &name)))
+}
+
+fn state(status: StatusCode, body: Value) -> Response<Body> {
+    let mut response = sse::json(&body);
+    *response.status_mut() = status;
+    response
+}
+
+/// `GET /health`: whether the engine answers.
+pub async fn health(State(app): State<Arc<App>>) -> Response<Body> {
+    match app.failure() {
+        None => state(StatusCode::OK, json!({"status": "ok"})),
+        Some(reason) => {
+            state(StatusCode::SERVICE_UNAVAILABLE, json!({"status": "failed", "reason": reason}))
+        }
+    }
+}
+
+/// `GET /ready`: whether requests should be sent here.
+pub async fn ready(State(app): State<Arc<App>>) -> Response<Body> {
+    let unavailable = StatusCode::SERVICE_UNAVAILABLE;
+    match app.failure() {
+        Some(reason) => state(unavailable, json!({"status": "failed", "reason": reason})),
+        None if app.draining.load(Relaxed) => state(unavailable, json!({"status": "draining"})),
+        None if !app.ready.load(Relaxed) => state(unavailable, json!({"status": "testing"})),
+        None => state(StatusCode::OK, json!({"status": "ready"})),
+    }
+}
+
+/// `GET /load`: the numbers that a balancer needs.
+pub async fn load(State(app): State<Arc<App>>) -> Response<Body> {
+    let figures = app.inference.figures();
+    sse::json(&json!({
+        "open": app.open.load(Relaxed),
+        "running": figures.running,
+        "waiting": figures.waiting,
+        "prompt_tokens": figures.prompt_tokens,
+        "cached_tokens": figures.cached_tokens,
+        "output_tokens": figures.output_tokens,
+        "drafted_tokens": figures.drafted.iter().sum::<u64>(),
+        "accepted_tokens": figures.accepted.iter().sum::<u64>(),
+    }))
+}
+
+/// `GET /metrics`.
+pub async fn metrics(State(app): State<Arc<App>>) -> Response<Body> {
+    let healthy = app.failure().is_none();
+    let open = app.open.load(Relaxed);
+    let text = app.metrics.text(open, healthy, &app.inference.figures());
+    let mut response = Response::new(Body::from(text));
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response
+}

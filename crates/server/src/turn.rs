@@ -1,0 +1,227 @@
+//! From a conversation, whatever protocol it came by, to a job for the engine.
+
+use crate::app::App;
+use crate::error::ApiError;
+use crate::fields::Fields;
+use crate::output::Reading;
+use crate::run::{Budget, Job};
+use deepinfer::chat::{ChatError, ChatTemplate, Conversation, Effort, Options};
+use deepinfer::request::SamplingParams;
+use deepseek_recipe::request::{
+    ConversationRequest, ConversionOptions, DEFAULT_MAX_EFFORT_MAX_TOKENS,
+    DEFAULT_NON_THINKING_MAX_TOKENS, DEFAULT_THINKING_MAX_TOKENS, ModelVersion, WebSearchBehavior,
+};
+use serde_json::Value;
+
+/// The name by which the protocol crate knows the model.
+pub const RECIPE_MODEL: &str = "model";
+
+/// How the protocol crate shall convert. Thinking is decided here, and told to it in each request.
+pub fn conversion() -> ConversionOptions {
+    ConversionOptions::new()
+        .with_model_versions_by_name([(RECIPE_MODEL, ModelVersion::DeepseekV41Flash)])
+        .with_thinking_max_tokens_upper_bound(u32::MAX)
+        .with_non_thinking_max_tokens_upper_bound(u32::MAX)
+        .with_responses_web_search(WebSearchBehavior::Reject)
+        .with_messages_web_search(WebSearchBehavior::Reject)
+}
+
+/// A conversation's next turn, ready to run.
+#[derive(Debug)]
+pub struct Turn {
+    /// For the engine.
+    pub job: Job,
+    /// For the parser.
+    pub reading: Reading,
+    /// Whether the model thinks first.
+    pub thinks: bool,
+}
+
+/// What a request says beside its conversation.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// How thoroughly to think.
+    pub effort: Effort,
+    /// Most tokens of thinking.
+    pub budget: Option<usize>,
+    /// Sampling; `max_tokens` as asked for.
+    pub params: SamplingParams,
+    /// At most one tool call.
+    pub one_call: bool,
+    /// For the prefix cache.
+    pub cache_salt: Option<String>,
+    /// For the scheduler.
+    pub priority: i32,
+}
+
+/// Token ids of the prompt.
+pub fn render(app: &App, conversation: &Conversation, effort: Effort) -> Result<Vec<u32>, ApiError> {
+    let unsuited = |error: ChatError| {
+        let message = format!("messages: {error}");
+        ApiError::Invalid { param: Some("messages".into()), message }
+    };
+    let template = ChatTemplate::new(&app.info().tokenizer).map_err(unsuited)?;
+    template.render(conversation, &Options { effort: Some(effort) }).map_err(unsuited)
+}
+
+/// Renders the prompt and puts everything together.
+pub fn prepare(
+    app: &App,
+    converted: &ConversationRequest,
+    asked: Asked,
+) -> Result<Turn, ApiError> {
+    let prompt = render(app, &converted.conversation, asked.effort)?;
+    let mut params = asked.params;
+    if params.max_tokens.is_none() {
+        let usual = match asked.effort {
+            Effort::NONE => DEFAULT_NON_THINKING_MAX_TOKENS,
+            Effort::MAX => DEFAULT_MAX_EFFORT_MAX_TOKENS,
+            _ => DEFAULT_THINKING_MAX_TOKENS,
+        };
+        let room = app.info().max_tokens.saturating_sub(prompt.len());
+        params.max_tokens = Some(room.clamp(1, usual as usize));
+    }
+    let thinks = converted.parsing_options.thinking_initial_stage;
+    let budget = match (asked.budget, app.markup.think_end()) {
+        (Some(tokens), Some(end)) if thinks.is_some_and(|s| s.starts_in_reasoning()) => {
+            Some(Budget { tokens, end })
+        }
+        _ => None,
+    };
+    if budget.is_some() && (params.presence_penalty != 0.0 || params.frequency_penalty != 0.0) {
+        let message = "a thinking budget cannot be combined with presence_penalty or \
+                       frequency_penalty";
+        return Err(ApiError::invalid("thinking.budget_tokens", message));
+    }
+    let job = Job {
+        prompt,
+        params,
+        cache_salt: asked.cache_salt,
+        priority: asked.priority,
+        budget,
+    };
+    let reading =
+        Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call };
+    Ok(Turn { job, reading, thinks: thinks.is_some() })
+}
+
+/// Effort in words or as a number.
+pub fn effort_of(value: &Value) -> Option<Effort> {
+    match value {
+        Value::Number(n) => n.as_u64().and_then(|n| Effort::new(n.try_into().ok()?)),
+        Value::String(word) => match word.as_str() {
+            "minimal" => Some(Effort::LOW),
+            "ultra" => Some(Effort::MAX),
+            word => word.parse().ok(),
+        },
+        _ => None,
+    }
+}
+
+/// Takes an effort.
+pub fn take_effort(fields: &mut Fields, name: &str) -> Result<Option<Effort>, ApiError> {
+    let Some(value) = fields.value(name) else { return Ok(None) };
+    match effort_of(&value) {
+        Some(effort) => Ok(Some(effort)),
+        None => Err(fields.invalid(
+            name,
+            format!(
+                "{value} is not an effort; give none, minimal, low, medium, high, xhigh, max, or a \
+                 number from 0 to 100"
+            ),
+        )),
+    }
+}
+
+/// A `thinking` object: `type` and `budget_tokens`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Thinking {
+    /// On or off, if it says so.
+    pub on: Option<bool>,
+    /// Most tokens.
+    pub budget: Option<usize>,
+}
+
+/// Takes `thinking`.
+pub fn take_thinking(fields: &mut Fields) -> Result<Thinking, ApiError> {
+    let Some(mut thinking) = fields.object("thinking")? else { return Ok(Thinking::default()) };
+    let kind: Option<String> = thinking.take("type")?;
+    let on = match kind.as_deref() {
+        None => None,
+        Some("enabled" | "adaptive") => Some(true),
+        Some("disabled") => Some(false),
+        Some(other) => {
+            let message = format!("{other:?} is neither enabled, adaptive nor disabled");
+            return Err(thinking.invalid("type", message));
+        }
+    };
+    let budget = thinking.take::<usize>("budget_tokens")?;
+    if budget == Some(0) {
+        return Err(thinking.invalid("budget_tokens", "it must be at least 1; or disable thinking"));
+    }
+    // How thinking shall be shown: always in full.
+    if let Some(display) = thinking.take::<String>("display")?.filter(|d| d != "summarized") {
+        return Err(thinking.invalid("display", format!("{display:?} is not supported")));
+    }
+    thinking.finish()?;
+    Ok(Thinking { on, budget })
+}
+
+/// The effort that a `thinking` switch and an effort amount to. The switch wins.
+pub fn resolve_effort(thinking: Thinking, effort: Option<Effort>, default: Effort) -> Effort {
+    match (thinking.on, effort) {
+        (Some(false), _) => Effort::NONE,
+        (Some(true), Some(effort)) if effort.thinks() => effort,
+        (Some(true), _) => match default.thinks() {
+            true => default,
+            false => Effort::HIGH,
+        },
+        (None, Some(effort)) => effort,
+        (None, None) if thinking.budget.is_some() && !default.thinks() => Effort::HIGH,
+        (None, None) => default,
+    }
+}
+
+/// How the protocol crate is told to think.
+pub fn recipe_thinking(effort: Effort) -> Value {
+    serde_json::json!({"type": if effort.thinks() { "enabled" } else { "disabled" }})
+}
+
+/// Takes the extensions that are the same everywhere.
+pub fn take_extensions(fields: &mut Fields) -> Result<(Option<String>, i32), ApiError> {
+    let salt: Option<String> = fields.take("cache_salt")?;
+    if salt.as_ref().is_some_and(|salt| salt.is_empty() || salt.len() > 256) {
+        return Err(fields.invalid("cache_salt", "it must have 1 to 256 bytes"));
+    }
+    Ok((salt, fields.take("priority")?.unwrap_or(0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn efforts_are_words_and_numbers() {
+        assert_eq!(effort_of(&json!("minimal")), Some(Effort::LOW));
+        assert_eq!(effort_of(&json!("max")), Some(Effort::MAX));
+        assert_eq!(effort_of(&json!(33)), Effort::new(33));
+        assert_eq!(effort_of(&json!("33")), Effort::new(33));
+        assert_eq!(effort_of(&json!(0)), Some(Effort::NONE));
+        for bad in [json!(101), json!("much"), json!(-1), json!(1.5), json!(true)] {
+            assert_eq!(effort_of(&bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_switch_wins_over_the_effort() {
+        let on = Thinking { on: Some(true), budget: None };
+        let off = Thinking { on: Some(false), budget: None };
+        let silent = Thinking::default();
+        assert_eq!(resolve_effort(off, Some(Effort::MAX), Effort::HIGH), Effort::NONE);
+        assert_eq!(resolve_effort(on, Some(Effort::NONE), Effort::NONE), Effort::HIGH);
+        assert_eq!(resolve_effort(on, Some(Effort::LOW), Effort::HIGH), Effort::LOW);
+        assert_eq!(resolve_effort(silent, Some(Effort::NONE), Effort::HIGH), Effort::NONE);
+        assert_eq!(resolve_effort(silent, None, Effort::LOW), Effort::LOW);
+    }
+}
