@@ -180,9 +180,22 @@ impl Engine {
     /// What the scheduler holds now; `None` if the engine has stopped.
     pub fn held(&self) -> Option<Held> {
         let (sender, answer) = std::sync::mpsc::channel();
-        self.shared.lock().questions.push(sender);
+        {
+            let mut inbox = self.shared.lock();
+            if inbox.ended.is_some() {
+                return None;
+            }
+            inbox.questions.push(sender);
+        }
         self.shared.wake.notify_one();
         answer.recv().ok()
+    }
+
+    /// Why the engine has stopped, if it has.
+    pub fn ended(&self) -> Option<String> {
+        let ended = self.shared.lock().ended.clone();
+        let finished = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        ended.or_else(|| finished.then(|| "its thread has ended unexpectedly".to_owned()))
     }
 
     /// Drops the prefix cache's entries on the device.

@@ -70,7 +70,8 @@ impl Completions {
         sampling::discard_labels(&mut fields);
         sampling::take_service_tier(&mut fields)?;
         fields.refuse(&["suffix"], "text is continued only")?;
-        fields.refuse(&["response_format", "grammar"], "this server does not constrain output yet")?;
+        fields
+            .refuse(&["response_format", "grammar"], "this server does not constrain output yet")?;
         fields.finish()?;
         Ok(Self { model, prompts, params, n, echo, stream, include_usage, cache_salt, priority })
     }
@@ -192,7 +193,9 @@ fn extend_logprobs(whole: &mut Option<Value>, more: Option<Value>) {
     match (whole.as_mut(), more) {
         (Some(Value::Object(whole)), Some(Value::Object(more))) => {
             for (name, list) in more {
-                if let (Some(Value::Array(whole)), Value::Array(list)) = (whole.get_mut(&name), list) {
+                if let (Some(Value::Array(whole)), Value::Array(list)) =
+                    (whole.get_mut(&name), list)
+                {
                     whole.extend(list);
                 }
             }

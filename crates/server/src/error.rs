@@ -25,7 +25,9 @@ pub enum ApiError {
         message: String,
     },
     /// No key, or one that is not known.
-    #[error("no valid API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")]
+    #[error(
+        "no valid API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    )]
     Unauthorized,
     /// A path, a model or a stored response that is not there.
     #[error("{message}")]
@@ -218,7 +220,9 @@ impl From<RequestError> for ApiError {
 impl From<ConversionError> for ApiError {
     fn from(error: ConversionError) -> Self {
         match error {
-            ConversionError::BadRequest { detail } => Self::Invalid { param: None, message: detail },
+            ConversionError::BadRequest { detail } => {
+                Self::Invalid { param: None, message: detail }
+            }
             ConversionError::Internal { detail } => Self::Internal { message: detail },
         }
     }

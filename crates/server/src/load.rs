@@ -84,7 +84,8 @@ impl Key {
                     Some(("tokens_per_minute", n)) => {
                         let n: u64 = n.parse().map_err(|_| unknown())?;
                         key.tokens_per_minute = Some(n);
-                        key.bucket = Mutex::new(Bucket { tokens: n as f64, filled: Instant::now() });
+                        key.bucket =
+                            Mutex::new(Bucket { tokens: n as f64, filled: Instant::now() });
                     }
                     _ => return Err(unknown()),
                 }
@@ -220,6 +221,8 @@ mod tests {
         drop(first);
         assert_eq!(open.load(Relaxed), 0);
         let refused = Ticket::take(Some(&keys[0]), &open).err();
-        assert!(matches!(refused, Some(ApiError::Busy { retry_after, .. }) if retry_after.as_secs() > 60));
+        assert!(
+            matches!(refused, Some(ApiError::Busy { retry_after, .. }) if retry_after.as_secs() > 60)
+        );
     }
 }

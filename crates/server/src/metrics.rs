@@ -93,7 +93,11 @@ impl Metrics {
             let counts = self.lock();
             out.head("http_requests_total", "counter", "Responses by route and status");
             for ((route, status), n) in &counts.http {
-                out.line("http_requests_total", &format!("route=\"{route}\",status=\"{status}\""), n);
+                out.line(
+                    "http_requests_total",
+                    &format!("route=\"{route}\",status=\"{status}\""),
+                    n,
+                );
             }
             out.head("answers_total", "counter", "Answers by protocol and how they ended");
             for ((protocol, outcome), n) in &counts.answers {
@@ -181,7 +185,11 @@ impl Text {
             ("engine_finished_requests_total", "Requests that ended", figures.finished),
             ("engine_aborted_requests_total", "Requests given up", figures.aborted),
             ("engine_prompt_tokens_total", "Prompt tokens admitted", figures.prompt_tokens),
-            ("engine_cached_tokens_total", "Of these, from the prefix cache", figures.cached_tokens),
+            (
+                "engine_cached_tokens_total",
+                "Of these, from the prefix cache",
+                figures.cached_tokens,
+            ),
             ("engine_prefill_rows_total", "Prompt rows computed", figures.prefill_rows),
             ("engine_decode_rows_total", "Other rows computed", figures.decode_rows),
             ("engine_output_tokens_total", "Tokens produced", figures.output_tokens),

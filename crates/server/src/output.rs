@@ -121,7 +121,8 @@ pub fn parse(
             }
         }
     };
-    let processor = StreamProcessor::new(Passthrough, reading.parsing).with_tokenizer(markup.clone());
+    let processor =
+        StreamProcessor::new(Passthrough, reading.parsing).with_tokenizer(markup.clone());
     stream! {
         let mut chunks = pin!(processor.into_protocol_stream(inference));
         let mut calls = Calls::default();
@@ -341,8 +342,7 @@ impl Markup {
     }
 
     fn hidden(&self, id: u32) -> bool {
-        self.kinds.get(id as usize) == Some(&Kind::Hidden)
-            || (!self.calls && Some(id) == self.dsml)
+        self.kinds.get(id as usize) == Some(&Kind::Hidden) || (!self.calls && Some(id) == self.dsml)
     }
 
     /// The parser's chunk of `tokens`, without those that leave no text.
@@ -363,7 +363,8 @@ impl Markup {
 
     /// The text after thinking, without special tokens.
     fn plain_answer(&self, tokens: &[u32]) -> String {
-        let start = tokens.iter().rposition(|&id| Some(id) == self.think_end).map_or(0, |at| at + 1);
+        let start =
+            tokens.iter().rposition(|&id| Some(id) == self.think_end).map_or(0, |at| at + 1);
         let plain: Vec<u32> =
             tokens[start..].iter().copied().filter(|&id| !self.is_special_token(id)).collect();
         self.tokenizer.decode(&plain)

@@ -211,8 +211,9 @@ mod tests {
 
     #[test]
     fn valid_arguments_pass_unchanged() {
-        let pieces =
-            ["{", "\"a", "b\"", ": ", "\"", "x \\\" y", "\"", ", ", "\"c\"", ": ", "[1, ", "2]", "}"];
+        let pieces = [
+            "{", "\"a", "b\"", ": ", "\"", "x \\\" y", "\"", ", ", "\"c\"", ": ", "[1, ", "2]", "}",
+        ];
         assert_eq!(joined(&pieces), json!({"ab": "x \" y", "c": [1, 2]}));
         assert_eq!(joined(&["{}"]), json!({}));
         let nested = ["{", "\"c\"", ": ", "{\"d\"", ": ", "1", ", ", "\"e\": 2", "}", "}"];

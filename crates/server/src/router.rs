@@ -4,13 +4,13 @@ use crate::app::{App, Call, new_id};
 use crate::error::{ApiError, Shape};
 use crate::load::Key;
 use crate::{chat, completions, status, text};
+use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Response, header};
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use axum::Router;
 use std::sync::Arc;
 use std::time::Instant;
 

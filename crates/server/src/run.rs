@@ -234,11 +234,7 @@ impl Run {
 
     /// When the limited thinking has ended: starts the answer. The outer `None` means that there is
     /// nothing to start.
-    fn go_on(
-        &mut self,
-        reason: FinishReason,
-        seed: u64,
-    ) -> Result<Option<Option<Step>>, ApiError> {
+    fn go_on(&mut self, reason: FinishReason, seed: u64) -> Result<Option<Option<Step>>, ApiError> {
         let Some(budget) = self.job.budget.filter(|_| self.limited) else { return Ok(None) };
         self.limited = false;
         let closed = self.tokens.last() == Some(&budget.end);

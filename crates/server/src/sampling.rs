@@ -59,7 +59,9 @@ pub fn take_stop(fields: &mut Fields, name: &str) -> Result<Vec<String>, ApiErro
         }
     };
     if stop.len() > 16 {
-        return Err(fields.invalid(name, format!("{} texts, at most 16 are looked for", stop.len())));
+        return Err(
+            fields.invalid(name, format!("{} texts, at most 16 are looked for", stop.len()))
+        );
     }
     if stop.iter().any(String::is_empty) {
         return Err(fields.invalid(name, "an empty text stops everything; leave it out"));
@@ -149,9 +151,8 @@ fn take_logit_bias(fields: &mut Fields) -> Result<Vec<(u32, f32)>, ApiError> {
     bias.into_iter()
         .map(|(token, bias)| match token.parse() {
             Ok(id) if (-100.0..=100.0).contains(&bias) => Ok((id, bias as f32)),
-            Ok(_) => {
-                Err(fields.invalid("logit_bias", format!("{bias} for token {token} is not in -100 to 100")))
-            }
+            Ok(_) => Err(fields
+                .invalid("logit_bias", format!("{bias} for token {token} is not in -100 to 100"))),
             Err(_) => Err(fields.invalid("logit_bias", format!("{token:?} is not a token id"))),
         })
         .collect()

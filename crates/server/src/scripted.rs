@@ -157,7 +157,8 @@ impl Scripted {
         for chunk in tokens.chunks(reply.burst.max(1)) {
             done += chunk.len();
             let to = ends[done - 1].min(text.len());
-            let token = |&id: &u32| Token { id, logprobs: params.logprobs.map(|n| logprobs_of(id, n)) };
+            let token =
+                |&id: &u32| Token { id, logprobs: params.logprobs.map(|n| logprobs_of(id, n)) };
             let tokens = chunk.iter().map(token).collect();
             events.push(Event::Tokens { tokens, text: text[from..to].to_owned() });
             from = to;

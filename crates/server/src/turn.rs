@@ -55,7 +55,11 @@ pub struct Asked {
 }
 
 /// Token ids of the prompt.
-pub fn render(app: &App, conversation: &Conversation, effort: Effort) -> Result<Vec<u32>, ApiError> {
+pub fn render(
+    app: &App,
+    conversation: &Conversation,
+    effort: Effort,
+) -> Result<Vec<u32>, ApiError> {
     let unsuited = |error: ChatError| {
         let message = format!("messages: {error}");
         ApiError::Invalid { param: Some("messages".into()), message }
@@ -65,11 +69,7 @@ pub fn render(app: &App, conversation: &Conversation, effort: Effort) -> Result<
 }
 
 /// Renders the prompt and puts everything together.
-pub fn prepare(
-    app: &App,
-    converted: &ConversationRequest,
-    asked: Asked,
-) -> Result<Turn, ApiError> {
+pub fn prepare(app: &App, converted: &ConversationRequest, asked: Asked) -> Result<Turn, ApiError> {
     let prompt = render(app, &converted.conversation, asked.effort)?;
     let mut params = asked.params;
     if params.max_tokens.is_none() {
@@ -93,15 +93,9 @@ pub fn prepare(
                        frequency_penalty";
         return Err(ApiError::invalid("thinking.budget_tokens", message));
     }
-    let job = Job {
-        prompt,
-        params,
-        cache_salt: asked.cache_salt,
-        priority: asked.priority,
-        budget,
-    };
-    let reading =
-        Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call };
+    let job =
+        Job { prompt, params, cache_salt: asked.cache_salt, priority: asked.priority, budget };
+    let reading = Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call };
     Ok(Turn { job, reading, thinks: thinks.is_some() })
 }
 

@@ -21,7 +21,10 @@ async fn answers_whole_and_as_events() {
     assert_eq!(answer.finish, "stop");
     let usage = &whole["usage"];
     assert_eq!(usage["prompt_tokens"], server.last_prompt().len());
-    assert_eq!(usage["completion_tokens"], tokens(&format!("think hard</think>The answer is 4 ✅{EOS}")).len());
+    assert_eq!(
+        usage["completion_tokens"],
+        tokens(&format!("think hard</think>The answer is 4 ✅{EOS}")).len()
+    );
     assert_eq!(usage["completion_tokens_details"]["reasoning_tokens"], tokens("think hard").len());
 
     let body = chat(json!({"stream_options": {"include_usage": true}}));
@@ -93,9 +96,13 @@ async fn what_cannot_be_honoured_is_refused_by_name() {
         assert_eq!(server.refused(PATH, chat(json!({field: value}))).await, field);
     }
     let param = async |extra: Value| server.refused(PATH, chat(extra)).await;
-    assert_eq!(param(json!({"response_format": {"type": "json_object"}})).await, "response_format.type");
+    assert_eq!(
+        param(json!({"response_format": {"type": "json_object"}})).await,
+        "response_format.type"
+    );
     assert_eq!(param(json!({"thinking": {"type": "on"}})).await, "thinking.type");
-    let image = json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]);
+    let image =
+        json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]);
     assert_eq!(param(json!({"messages": image})).await, "messages[0].content[0]");
     let odd = json!([{"role": "user", "content": "x", "colour": 1}]);
     assert_eq!(param(json!({"messages": odd})).await, "messages[0].colour");
@@ -163,10 +170,18 @@ async fn ill_formed_markup_gives_neither_sentinels_nor_empty_answers() {
             let body = chat(json!({"tools": tools}));
             let whole = whole_chat(&server.ok(PATH, body.clone()).await);
             assert!(!whole.content.contains("｜DSML｜"), "{text:?} gives {whole:?}");
-            assert!(!whole.calls.is_empty() || !whole.content.trim().is_empty(), "{text:?} gives nothing");
-            assert_eq!(whole.finish == "tool_calls", !whole.calls.is_empty(), "{text:?}: {whole:?}");
+            assert!(
+                !whole.calls.is_empty() || !whole.content.trim().is_empty(),
+                "{text:?} gives nothing"
+            );
+            assert_eq!(
+                whole.finish == "tool_calls",
+                !whole.calls.is_empty(),
+                "{text:?}: {whole:?}"
+            );
             for (_, arguments) in &whole.calls {
-                serde_json::from_str::<Value>(arguments).unwrap_or_else(|e| panic!("{arguments}: {e}"));
+                serde_json::from_str::<Value>(arguments)
+                    .unwrap_or_else(|e| panic!("{arguments}: {e}"));
             }
             assert_eq!(join_chat(&server.events(PATH, body).await), whole);
         }
@@ -224,7 +239,8 @@ async fn several_answers_have_their_own_seeds() {
     let events = server.events(PATH, chat(json!({"n": 2}))).await;
     let finishes = |index: u64| {
         let ends = |chunk: &Value| {
-            chunk["choices"][0]["index"] == index && chunk["choices"][0]["finish_reason"].is_string()
+            chunk["choices"][0]["index"] == index
+                && chunk["choices"][0]["finish_reason"].is_string()
         };
         events.iter().filter(|(_, chunk)| ends(chunk)).count()
     };
@@ -282,7 +298,11 @@ async fn special_tokens_in_user_text_stay_text() {
 async fn failures_in_the_middle_end_a_stream_with_an_error() {
     let server = Server::scripted(Config::default(), |_| {
         let failure = deepinfer::request::RequestError::Stopped { reason: "lost".into() };
-        Ok(Reply { failure: Some(failure), reason: FinishReason::Stop, ..Reply::tokens(tokens("ab")) })
+        Ok(Reply {
+            failure: Some(failure),
+            reason: FinishReason::Stop,
+            ..Reply::tokens(tokens("ab"))
+        })
     });
     let events = server.events(PATH, chat(json!({}))).await;
     let error = &events[events.len() - 2].1["error"];

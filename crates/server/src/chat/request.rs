@@ -61,7 +61,10 @@ impl ChatRequest {
         sampling::discard_labels(&mut fields);
         sampling::take_service_tier(&mut fields)?;
         fields.refuse(&["functions", "function_call"], "use tools and tool_choice")?;
-        fields.refuse(&["audio", "prediction", "web_search_options"], "there is no such thing here")?;
+        fields.refuse(
+            &["audio", "prediction", "web_search_options"],
+            "there is no such thing here",
+        )?;
         fields.refuse(&["store"], "nothing is stored here")?;
         fields.refuse(&["verbosity"], "say it in a message")?;
         fields.refuse(&["guided_json", "guided_regex", "guided_grammar", "grammar"], GRAMMARS)?;
@@ -185,7 +188,10 @@ fn take_messages(fields: &mut Fields, goes_on: bool) -> Result<Value, ApiError> 
             }
             recipe.insert(name.into(), value);
         }
-        if role == "assistant" && !recipe.contains_key("content") && !recipe.contains_key("tool_calls") {
+        if role == "assistant"
+            && !recipe.contains_key("content")
+            && !recipe.contains_key("tool_calls")
+        {
             recipe.insert("content".into(), json!(""));
         }
         message.refuse(&["audio", "function_call"], "only text and tool_calls are")?;
@@ -245,7 +251,9 @@ fn take_tool_choice(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
     match fields.value("tool_choice") {
         None => Ok(None),
         Some(Value::String(word)) if word == "auto" || word == "none" => Ok(Some(json!(word))),
-        Some(other) => Err(fields.invalid("tool_choice", format!("{other} is not supported: {GRAMMARS}"))),
+        Some(other) => {
+            Err(fields.invalid("tool_choice", format!("{other} is not supported: {GRAMMARS}")))
+        }
     }
 }
 

@@ -234,7 +234,8 @@ pub fn join_chat(events: &[(Option<String>, Value)]) -> Answer {
 pub fn whole_chat(response: &Value) -> Answer {
     let choice = &response["choices"][0];
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let call = |call: &Value| (text(&call["function"]["name"]), text(&call["function"]["arguments"]));
+    let call =
+        |call: &Value| (text(&call["function"]["name"]), text(&call["function"]["arguments"]));
     Answer {
         content: text(&choice["message"]["content"]),
         reasoning: text(&choice["message"]["reasoning_content"]),
