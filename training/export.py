@@ -15,9 +15,14 @@ def main():
     a.add_argument("--data", required=True, help="holds tokenizer.json, tokenizer_config.json and config.json")
     a.add_argument("--state", required=True)
     a.add_argument("--out", required=True)
+    a.add_argument("--confidence-scale", type=float, default=1.0,
+                   help="calibration of the draft confidence (1 / temperature), multiplied into its head")
     a = a.parse_args()
     values, _ = load_state(a.state)
     values = {name: w for name, w in values.items() if "wgate.bias" not in name}
+    for name in values:
+        if name.endswith("confidence_head.proj.weight"):
+            values[name] = values[name] * a.confidence_scale
     total = checkpoint.save(a.out, values)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(f"{a.data}/{name}", f"{a.out}/{name}")
