@@ -200,6 +200,9 @@ pub struct TextConfig {
     /// Rank of the Markov head.
     #[serde(default)]
     pub dspark_markov_rank: usize,
+    /// What the confidence head of the drafts reads.
+    #[serde(default)]
+    pub dspark_confidence_input: ConfidenceInput,
     /// Experts of a draft stage.
     #[serde(default)]
     pub dspark_n_routed_experts: usize,
@@ -211,6 +214,17 @@ pub struct TextConfig {
     /// Fields that this type does not list.
     #[serde(flatten)]
     pub other: Map<String, Value>,
+}
+
+/// What the confidence head of the drafts reads, besides the Markov embedding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ConfidenceInput {
+    /// The collapsed streams before the last norm, as the model was released.
+    #[default]
+    Raw,
+    /// The same after the norm: heads that were trained behind it.
+    Normalized,
 }
 
 /// YaRN: `rope_scaling` in the file.

@@ -2,7 +2,7 @@
 //! and tests. Serving goes through the engine, which plans its steps itself.
 
 use crate::cache::{CacheFormat, Caches, Geometry};
-use crate::model::draft::{DraftChoice, DraftScratch};
+use crate::model::draft::{DraftChoice, DraftScratch, Drafts};
 use crate::model::{Batch, Limits, Model, Probe, Scratch};
 use crate::plan::{DraftSequence, PlanSequence, StepPlan};
 use deepinfer_device::Device;
@@ -109,7 +109,7 @@ impl<D: Device> Session<D> {
         sequences: &[(usize, u32)],
         block: usize,
         choice: &mut impl DraftChoice<D>,
-    ) -> Result<(Vec<Vec<u32>>, Vec<Vec<f32>>)> {
+    ) -> Result<Drafts> {
         let plan: Vec<DraftSequence> = sequences
             .iter()
             .map(|&(slot, token)| DraftSequence {

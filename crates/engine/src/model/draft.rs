@@ -8,10 +8,13 @@ use super::experts::Experts;
 use super::scratch::Scratch;
 use super::streams::Site;
 use crate::cache::Caches;
-use crate::config::TextConfig;
+use crate::config::{ConfidenceInput, TextConfig};
 use crate::plan::DraftSequence;
 use deepinfer_device::Device;
 use deepinfer_device::ops::Result;
+
+/// What a block proposes, both `[sequences][block]`: tokens, and the confidence head's logits.
+pub type Drafts = (Vec<Vec<u32>>, Vec<Vec<f32>>);
 
 /// Weights of the draft stages.
 pub struct DraftModel<D: Device> {
@@ -31,8 +34,8 @@ pub struct DraftModel<D: Device> {
     pub rank: usize,
     /// `[1, H + rank]`.
     pub confidence: D::Matrix,
-    /// The confidence head reads the collapsed state before its norm (as released) or after it.
-    pub confidence_reads_normalized: bool,
+    /// What the confidence head reads.
+    pub confidence_input: ConfidenceInput,
     /// Most tokens a block proposes.
     pub block: usize,
     /// Token in the place of those to be proposed.
@@ -147,7 +150,7 @@ impl<D: Device> Model<D> {
         s: &mut Scratch<D>,
         drafts: &mut DraftScratch<D>,
         choice: &mut impl DraftChoice<D>,
-    ) -> Result<(Vec<Vec<u32>>, Vec<Vec<f32>>)> {
+    ) -> Result<Drafts> {
         let model = self.draft.as_ref().expect("the checkpoint has draft stages");
         assert!(block <= model.block, "a block proposes at most {} tokens", model.block);
         batch.prepare_draft(device, self, sequences, block, model.noise)?;
@@ -178,7 +181,7 @@ impl<D: Device> DraftModel<D> {
         s: &mut Scratch<D>,
         drafts: &mut DraftScratch<D>,
         choice: &mut impl DraftChoice<D>,
-    ) -> Result<(Vec<Vec<u32>>, Vec<Vec<f32>>)> {
+    ) -> Result<Drafts> {
         let n = sequences.len();
         let vocab = model.config.text_config.vocab_size;
         let hidden = s.shape.hidden;
@@ -195,7 +198,10 @@ impl<D: Device> DraftModel<D> {
             device.linear_f32(&d.embedding, &self.markov_head, 1.0, n, &mut d.markov_logits)?;
             device.gather_rows(&d.base_logits, vocab, &d.step_rows, n, &mut d.logits)?;
             device.add_rows_f32(&d.markov_logits, vocab, n, &mut d.logits, &d.sequence_rows)?;
-            let states = if self.confidence_reads_normalized { &s.x } else { &d.raw_hidden };
+            let states = match self.confidence_input {
+                ConfidenceInput::Raw => &d.raw_hidden,
+                ConfidenceInput::Normalized => &s.x,
+            };
             device.gather_rows(states, hidden, &d.step_rows, n, &mut d.hidden)?;
             device.concat(&d.hidden, hidden, &d.embedding, self.rank, n, &mut d.joined)?;
             device.linear_f32(&d.joined, &self.confidence, 1.0, n, &mut d.confidence)?;

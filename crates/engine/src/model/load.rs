@@ -281,6 +281,7 @@ impl<D: Device> Loader<'_, D> {
             (c.hidden_size, c.vocab_size, c.dspark_markov_rank, c.num_nextn_predict_layers);
         let (experts, k) = (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok);
         let targets = c.dspark_target_layer_ids.len();
+        let confidence_input = c.dspark_confidence_input;
         let (block, noise, eps) = (c.dspark_block_size, c.dspark_noise_token_id, c.rms_norm_eps);
         let mut stages = Vec::with_capacity(n);
         for stage in 0..n {
@@ -303,7 +304,7 @@ impl<D: Device> Loader<'_, D> {
             markov_head: self.matrix(&format!("{last}.markov_head.head.weight"), v, rank)?,
             rank,
             confidence: self.matrix(&format!("{last}.confidence_head.proj.weight"), 1, h + rank)?,
-            confidence_reads_normalized: false,
+            confidence_input,
             block,
             noise,
             eps,
