@@ -59,13 +59,12 @@ def main():
         ids = torch.tensor(ids)
         plan = Plan(config, torch.zeros(len(ids), dtype=torch.int64), "cpu")
         hashes = hasher(ids, torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool))
-        weights = p if dtype == torch.float32 else {k: v.to(dtype) if v.dim() > 1 and "hc_" not in k else v for k, v in p.items()}
         run = Run(quant=quant, record=record, dtype=dtype)
-        hidden, features = forward(weights, config, ids, plan, hashes, run)
+        hidden, features = forward(p, config, ids, plan, hashes, run)
         return hidden, hidden.float() @ p["head.weight"].t(), features, plan, hashes
 
     out, notes = {"engram.token_map": torch.tensor(token_map)}, []
-    for name, ids in (("p1", [0]), ("p33", prompt_of(encoder, "copy", 33)), ("p400", prompt_of(encoder, "retrieval", 400, tokens=440))):
+    for name, ids in (("p1", [0]), ("p33", prompt_of(encoder, "retrieval", 33, tokens=30)), ("p400", prompt_of(encoder, "retrieval", 400, tokens=460))):
         n = len(ids)
         positions = torch.arange(n) if n <= 64 else torch.cat([torch.arange(0, n - 1, 16), torch.tensor([n - 1])])
         out[f"{name}.ids"], out[f"{name}.stream_positions"] = torch.tensor(ids), positions
