@@ -5,6 +5,7 @@
 //! only, so the helpers below may rely on every rule of [`ModelConfig::validate`].
 
 mod error;
+mod rules;
 mod validate;
 
 pub use error::ConfigError;

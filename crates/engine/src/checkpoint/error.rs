@@ -279,20 +279,6 @@ pub enum CheckpointError {
         /// The first of them.
         examples: Vec<String>,
     },
-    /// The checkpoint does not have the rows that the hash front end or the configuration needs.
-    #[error("engram: {what} of layer {layer}: {found}, but {expected} by {by}")]
-    Engram {
-        /// What disagrees.
-        what: &'static str,
-        /// Layer id.
-        layer: usize,
-        /// Value found.
-        found: u64,
-        /// Value needed.
-        expected: u64,
-        /// Where the needed value comes from.
-        by: &'static str,
-    },
 }
 
 fn list(examples: &[String], count: usize) -> String {
