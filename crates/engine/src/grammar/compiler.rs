@@ -1,15 +1,14 @@
 //! Compiles grammars off the engine's loop.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
-
-use llguidance::Matcher as Inner;
 
 use super::error::{CompileError, MatchError};
 use super::guard::{caught, text};
 use super::lower::lower;
 use super::matcher::Matcher;
+use super::parser::{Parsers, is_complete, lock};
 use super::spec::GrammarSpec;
 use super::trigger::Trigger;
 use super::vocabulary::GrammarVocabulary;
@@ -49,8 +48,7 @@ impl Default for CompilerLimits {
 #[derive(Clone)]
 pub struct Grammar {
     vocabulary: Arc<GrammarVocabulary>,
-    /// Only ever copied. The lock is there because copying reads caches behind interior locks.
-    prototype: Arc<Mutex<Inner>>,
+    parsers: Arc<Parsers>,
 }
 
 impl std::fmt::Debug for Grammar {
@@ -66,9 +64,8 @@ impl Grammar {
     /// [`MatchError::Fault`].
     pub fn matcher(&self, trigger: Option<Arc<Trigger>>) -> Result<Matcher, MatchError> {
         let fault = |reason| MatchError::Fault { position: 0, reason };
-        // A deep copy shares nothing: a panic in one sequence cannot reach another.
-        let inner = caught(|| Ok(lock(&self.prototype).deep_clone())).map_err(fault)?;
-        Ok(Matcher::new(self.vocabulary.clone(), inner, trigger))
+        let parser = self.parsers.lease().map_err(fault)?;
+        Ok(Matcher::new(self.vocabulary.clone(), parser, trigger))
     }
 
     /// The vocabulary that it was compiled for.
@@ -330,15 +327,14 @@ impl Shared {
 
     fn build_inner(&self, spec: &GrammarSpec) -> Result<Grammar, CompileError> {
         let lowered = lower(spec, &self.vocabulary, self.limits.schema_nodes)?;
-        let mut inner = Inner::new(self.vocabulary.factory().create_parser(lowered));
-        if let Some(message) = inner.get_error() {
-            return Err(refusal(spec, text(message)));
+        let parser = self.vocabulary.factory().create_parser(lowered);
+        let mut parser = parser.map_err(|error| refusal(spec, text(error)))?;
+        parser.start_without_prompt();
+        // The first mask shows a grammar that allows nothing, and its states are learned once.
+        if !is_complete(&parser) {
+            parser.compute_mask().map_err(|error| refusal(spec, text(error)))?;
         }
-        // The first mask shows a grammar that allows nothing, and warms the copies' caches.
-        if !inner.is_stopped() {
-            inner.compute_mask().map_err(|error| refusal(spec, text(error)))?;
-        }
-        Ok(Grammar { vocabulary: self.vocabulary.clone(), prototype: Arc::new(Mutex::new(inner)) })
+        Ok(Grammar { vocabulary: self.vocabulary.clone(), parsers: Parsers::new(parser) })
     }
 }
 
@@ -378,7 +374,32 @@ fn keyword_in(reason: &str) -> String {
     found.map_or_else(|| "schema".to_owned(), |(_, keyword)| (*keyword).to_owned())
 }
 
-/// Locks are held only over code that leaves the data whole, so a poisoned one is usable.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A sequence's parser goes to the next sequence, unless it failed.
+    #[test]
+    fn parsers_are_used_again() {
+        let bytes: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).chain([vec![]]).collect();
+        let vocabulary = GrammarVocabulary::new(&bytes, &[], &[256]).unwrap();
+        let compiler = Compiler::new(vocabulary, CompilerLimits::default());
+        let grammar = compiler.compile(GrammarSpec::Regex("ab+c".into())).unwrap();
+        let walk = |text: &str| {
+            let mut matcher = grammar.matcher(None).unwrap();
+            assert!(matcher.is_empty());
+            matcher.replay(&text.bytes().map(u32::from).collect::<Vec<_>>()).unwrap();
+            matcher
+        };
+        assert_eq!(grammar.parsers.spares(), 0);
+        let (one, two) = (walk("abb"), walk("abc"));
+        drop(one);
+        assert_eq!(grammar.parsers.spares(), 1);
+        let mut again = walk("ab");
+        assert_eq!(grammar.parsers.spares(), 0);
+        assert_eq!(again.validate(&[b'a'.into()]), Ok(0));
+        drop(two);
+        drop(again);
+        assert_eq!(grammar.parsers.spares(), 2);
+    }
 }

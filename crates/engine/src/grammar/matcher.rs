@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use llguidance::Matcher as Inner;
-
 use super::error::MatchError;
-use super::guard::{caught, text};
+use super::guard::text;
+use super::parser::Lease;
 use super::trigger::Trigger;
 use super::vocabulary::GrammarVocabulary;
 
@@ -23,7 +22,7 @@ use super::vocabulary::GrammarVocabulary;
 pub struct Matcher {
     vocabulary: Arc<GrammarVocabulary>,
     trigger: Option<Arc<Trigger>>,
-    inner: Inner,
+    parser: Lease,
     phase: Phase,
     /// The phase before each accepted token.
     history: Vec<Phase>,
@@ -56,14 +55,14 @@ impl std::fmt::Debug for Matcher {
 impl Matcher {
     pub(super) fn new(
         vocabulary: Arc<GrammarVocabulary>,
-        inner: Inner,
+        parser: Lease,
         trigger: Option<Arc<Trigger>>,
     ) -> Self {
         let phase = match trigger {
             Some(_) => Phase::Free { matched: 0, forced: false },
             None => Phase::Grammar,
         };
-        Self { vocabulary, trigger, inner, phase, history: Vec::new(), fault: None }
+        Self { vocabulary, trigger, parser, phase, history: Vec::new(), fault: None }
     }
 
     /// Number of tokens accepted so far.
@@ -85,7 +84,7 @@ impl Matcher {
     pub fn is_finished(&self) -> bool {
         match self.phase {
             Phase::Free { .. } => false,
-            Phase::Grammar => self.fault.is_none() && self.inner.is_stopped(),
+            Phase::Grammar => self.fault.is_none() && self.parser.is_complete(),
             Phase::Ended => true,
         }
     }
@@ -129,8 +128,8 @@ impl Matcher {
                     set(out, eos, false);
                 }
             }
-            Phase::Grammar if !self.inner.is_stopped() => {
-                let allowed = self.run(|inner| inner.compute_mask().map_err(text))?;
+            Phase::Grammar if !self.parser.is_complete() => {
+                let allowed = self.run(|lease| lease.run(|p| p.compute_mask().map_err(text)))?;
                 let (full, spare) = (self.vocabulary.size() / 32, self.vocabulary.size() % 32);
                 out.copy_from_slice(&allowed.as_slice()[..words]);
                 if spare > 0 {
@@ -244,7 +243,7 @@ impl Matcher {
             seen = seen.saturating_sub(1);
         }
         if seen > 0 {
-            self.run(|inner| inner.rollback(seen).map_err(text))?;
+            self.run(|lease| lease.run(|p| p.rollback(seen).map_err(text)))?;
         }
         self.phase = self.history[keep];
         self.history.truncate(keep);
@@ -264,12 +263,11 @@ impl Matcher {
                 let tokens = self.trigger.as_ref().map_or(&[][..], |t| t.tokens());
                 Ok(tokens.get(matched..).unwrap_or_default().to_vec())
             }
-            Phase::Grammar if !self.inner.is_stopped() => {
+            Phase::Grammar if !self.parser.is_complete() => {
                 // On a copy: asking for forced bytes makes the library read ahead.
                 let env = self.vocabulary.env().clone();
-                let tokens = self.run(|inner| {
-                    let bytes = inner.clone().compute_ff_bytes();
-                    Ok(env.tokenize_bytes_marker(&bytes).0)
+                let tokens = self.run(|lease| {
+                    lease.run(|p| Ok(env.tokenize_bytes_marker(&p.clone().force_bytes()).0))
                 })?;
                 let valid = self.validate(&tokens)?;
                 Ok(tokens[..valid].to_vec())
@@ -283,11 +281,11 @@ impl Matcher {
     /// # Errors
     /// [`MatchError::Fault`].
     pub fn fork(&mut self) -> Result<Self, MatchError> {
-        let inner = self.run(|inner| Ok(inner.deep_clone()))?;
+        let parser = self.run(Lease::copy)?;
         Ok(Self {
             vocabulary: self.vocabulary.clone(),
             trigger: self.trigger.clone(),
-            inner,
+            parser,
             phase: self.phase,
             history: self.history.clone(),
             fault: None,
@@ -316,10 +314,10 @@ impl Matcher {
                 Phase::Ended
             }
             Phase::Grammar => {
-                if self.inner.is_stopped() {
+                if self.parser.is_complete() {
                     return Ok(false);
                 }
-                if self.run(|inner| inner.try_consume_tokens(&[token]).map_err(text))? == 0 {
+                if !self.run(|lease| lease.accept(token))? {
                     return Ok(false);
                 }
                 Phase::Grammar
@@ -350,21 +348,20 @@ impl Matcher {
 
     /// Whether the grammar's text may end here.
     fn may_end(&mut self) -> Result<bool, MatchError> {
-        if self.inner.is_stopped() {
+        if self.parser.is_complete() {
             return Ok(true);
         }
-        self.run(|inner| inner.is_accepting().map_err(text))
+        self.run(|lease| lease.run(|p| Ok(p.is_accepting())))
     }
 
     fn check_fault(&self) -> Result<(), MatchError> {
         self.fault.clone().map_or(Ok(()), Err)
     }
 
-    /// Calls the library. A failure makes the matcher unusable: its state is unknown.
-    fn run<T>(&mut self, f: impl FnOnce(&mut Inner) -> Result<T, String>) -> Result<T, MatchError> {
+    /// Calls the library; a failure is this matcher's last word.
+    fn run<T>(&mut self, f: impl FnOnce(&mut Lease) -> Result<T, String>) -> Result<T, MatchError> {
         self.check_fault()?;
-        let inner = &mut self.inner;
-        caught(|| f(inner)).map_err(|reason| {
+        f(&mut self.parser).map_err(|reason| {
             let fault = MatchError::Fault { position: self.history.len(), reason };
             self.fault = Some(fault.clone());
             fault
@@ -396,7 +393,9 @@ mod tests {
         let mut doomed = grammar.matcher(None).unwrap();
         let mut neighbour = doomed.fork().unwrap();
         doomed.accept(b'a'.into()).unwrap();
-        let fault = doomed.run(|inner| inner.test_trigger_lexer_error().map_err(text)).unwrap_err();
+        let fault = doomed
+            .run(|lease| lease.run(|p| p.parser.test_trigger_lexer_error().map_err(text)))
+            .unwrap_err();
         assert_eq!(
             fault,
             MatchError::Fault { position: 1, reason: "panic: synthetic error".into() }

@@ -35,6 +35,7 @@ mod error;
 mod guard;
 mod lower;
 mod matcher;
+mod parser;
 mod schema;
 mod spec;
 mod tools;

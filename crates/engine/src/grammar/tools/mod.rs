@@ -66,6 +66,7 @@ pub(super) fn grammar(
         lines: Vec::new(),
         tag: vocabulary.special(DSML).map(|id| format!("<[{id}]>")),
         max_nodes,
+        has_any_parameter: false,
     };
     writer.start(calls, vocabulary);
     let names: Vec<String> = (0..chosen.len()).map(|i| format!("call_{i}")).collect();
@@ -104,6 +105,8 @@ struct Writer {
     /// Reference to the tag's token; without it the tag is text.
     tag: Option<String>,
     max_nodes: usize,
+    /// Whether the rule `any_parameter` is written.
+    has_any_parameter: bool,
 }
 
 impl Writer {
@@ -182,7 +185,8 @@ impl Writer {
         if tool.strict {
             self.strict(i, &tool.parameters)
         } else {
-            if self.lines.iter().all(|line| !line.starts_with("any_parameter:")) {
+            if !self.has_any_parameter {
+                self.has_any_parameter = true;
                 self.any_parameter();
             }
             let first = self.tagged("<", "");
