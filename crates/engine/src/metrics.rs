@@ -75,6 +75,8 @@ pub struct Metrics {
     pub prefill_rows: Counter,
     /// Other rows run.
     pub decode_rows: Counter,
+    /// Rows that went on through the decoder layers.
+    pub decoder_rows: Counter,
     /// Tokens produced.
     pub output_tokens: Counter,
     /// Drafts verified, by position in the draft.
@@ -131,11 +133,13 @@ impl Metrics {
         &self,
         prefill_rows: usize,
         decode_rows: usize,
+        decoder_rows: usize,
         seconds: f64,
         draft_seconds: f64,
     ) {
         self.prefill_rows.add(prefill_rows);
         self.decode_rows.add(decode_rows);
+        self.decoder_rows.add(decoder_rows);
         if prefill_rows > 0 { &self.prefill_steps } else { &self.decode_steps }.add(seconds);
         if draft_seconds > 0.0 {
             self.draft_steps.add(draft_seconds);

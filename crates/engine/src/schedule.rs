@@ -53,6 +53,8 @@ struct InFlight {
     sequences: Vec<SequenceWork>,
     prefill_rows: usize,
     decode_rows: usize,
+    /// Rows that go on through the decoder layers.
+    decoder_rows: usize,
     /// See [`TimeShares::planned`].
     charge: f64,
     /// Draft length that the step was planned with.

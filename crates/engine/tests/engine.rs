@@ -2,10 +2,10 @@
 
 mod serve;
 
-use deepinfer::engine::{DraftMode, EngineConfig, PrefixCache};
+use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode, PrefixCache};
 use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, FinishReason, Request, SamplingParams};
-use serve::{alone, engine, requests, small};
+use serve::{Random, alone, engine, random_tokens, requests, small};
 use std::sync::Arc;
 
 /// Runs all requests twice at once and compares; returns the engine's figures.
@@ -30,7 +30,8 @@ fn check(
     let held = engine.held().expect("runs");
     assert_eq!(held, Default::default(), "{name}: nothing is left");
     let metrics = engine.metrics().clone();
-    if config.prefix_cache != PrefixCache::Off {
+    // In a small pool they push each other out.
+    if config.prefix_cache != PrefixCache::Off && config.kv_tokens == small().kv_tokens {
         let cached = metrics.cached_tokens.get() as f64 / metrics.prompt_tokens.get() as f64;
         assert!(cached > 0.3, "{name}: {cached} from the cache");
     }
@@ -88,4 +89,238 @@ fn small_pools_push_requests_out_and_change_nothing() {
             assert!(counts[usize::from(swap_bytes > 0)] > 0, "{name}: {counts:?}");
         }
     }
+}
+
+/// Random prompts whose every token's log-probabilities are reported.
+fn watched(seed: u64, lengths: &[usize]) -> Vec<Request> {
+    let params = |i: usize| SamplingParams {
+        seed: Some(i as u64),
+        max_tokens: Some(6),
+        ignore_eos: true,
+        logprobs: Some(3),
+        ..SamplingParams::default()
+    };
+    let prompt = |i: usize, len: usize| random_tokens(seed + i as u64, len);
+    lengths.iter().enumerate().map(|(i, &len)| Request::tokens(prompt(i, len), params(i))).collect()
+}
+
+#[test]
+fn prefill_modes_agree_in_pairs() {
+    let mut random = Random(5);
+    let lengths: Vec<usize> = (0..30).map(|_| 1 + random.below(120)).collect();
+    let requests = watched(70, &lengths);
+    let with = |prefill, prefill_chunk, prefix_cache, keep_tokens| {
+        let max_batch_tokens = 120;
+        let config = EngineConfig {
+            prefill,
+            prefill_chunk,
+            prefix_cache,
+            keep_tokens,
+            max_batch_tokens,
+            ..small()
+        };
+        let engine = engine(&config);
+        let run = || -> Vec<_> {
+            let results = engine.generate(requests.clone(), |_| {});
+            results.into_iter().map(|r| r.expect("served").tokens).collect()
+        };
+        let first = run();
+        assert_eq!(first, run(), "{prefill:?}: the second pass");
+        (first, engine.metrics().clone())
+    };
+    let (off, _) = with(PrefillMode::Off, 120, PrefixCache::Off, 24);
+    for (chunk, cache) in [(1, PrefixCache::Off), (17, PrefixCache::Device)] {
+        let (exact, metrics) = with(PrefillMode::Exact, chunk, cache, 24);
+        assert_eq!(exact, off, "exact in chunks of {chunk}");
+        assert!(
+            metrics.decoder_rows.get() < metrics.prefill_rows.get() + metrics.decode_rows.get()
+        );
+    }
+    let (mut same, mut all) = (0, 0);
+    for (keep, chunk, cache) in [(14, 9, PrefixCache::Device), (40, 64, PrefixCache::Off)] {
+        let (mask, _) = with(PrefillMode::Mask, 120, PrefixCache::Off, keep);
+        let (compact, _) = with(PrefillMode::Compact, chunk, cache, keep);
+        assert_eq!(compact, mask, "compact keeps {keep} in chunks of {chunk}");
+        all += mask.len();
+        same += mask.iter().zip(&off).filter(|(a, b)| a == b).count();
+    }
+    assert!(same < all, "compact is another function of long prompts");
+}
+
+#[test]
+fn exact_prefill_spares_the_decoder() {
+    let config = EngineConfig { draft: DraftMode::Off, overlap: false, ..small() };
+    let engine = engine(&config);
+    let params = SamplingParams { max_tokens: Some(1), ..SamplingParams::greedy() };
+    engine.generate(vec![Request::tokens(random_tokens(3, 300), params)], |_| {});
+    // 3 decoder layers with windows of 8: 22 rows make the last one complete, and one more the one
+    // before, at which a repeated prompt starts.
+    assert_eq!(engine.metrics().prefill_rows.get(), 300);
+    assert_eq!(engine.metrics().decoder_rows.get(), 23);
+}
+
+#[test]
+fn prompt_logprobs_do_not_depend_on_the_way() {
+    let mut requests = watched(90, &[1, 2, 40, 90]);
+    requests.iter_mut().for_each(|r| r.params.prompt_logprobs = Some(2));
+    let expected = alone(&requests, &EngineConfig { prefill: PrefillMode::Off, ..small() });
+    let engine = engine(&EngineConfig { max_batch_tokens: 40, prefill_chunk: 13, ..small() });
+    for _ in 0..2 {
+        for (found, expected) in engine.generate(requests.clone(), |_| {}).iter().zip(&expected) {
+            let found = found.as_ref().expect("served");
+            assert_eq!(found.prompt_logprobs, expected.prompt_logprobs);
+            assert_eq!(found.prompt_logprobs.len(), found.usage.prompt_tokens - 1);
+            assert_eq!(found.tokens, expected.tokens);
+        }
+    }
+    // A greedy token of the same model has the best log-probability.
+    let compact = serve::engine(&EngineConfig { prefill: PrefillMode::Compact, ..small() });
+    let refused = compact.submit(requests[0].clone()).err().expect("refused").to_string();
+    assert!(refused.contains("prompt_logprobs"), "{refused}");
+}
+
+#[test]
+fn a_shared_beginning_is_found_by_the_third_visitor() {
+    let engine = engine(&EngineConfig { max_batch_tokens: 512, prefill_chunk: 512, ..small() });
+    let shared = random_tokens(1, 500);
+    let params = SamplingParams { max_tokens: Some(2), ..SamplingParams::greedy() };
+    let mut cached = Vec::new();
+    for visitor in 0..3 {
+        let prompt = [shared.clone(), random_tokens(10 + visitor, 170)].concat();
+        let request = Request::tokens(prompt, params.clone());
+        let done = engine.submit(request).expect("valid").wait().expect("served");
+        cached.push(done.usage.cached_tokens);
+    }
+    assert_eq!(cached[0], 0);
+    assert!(cached[2] >= 500 && cached[2] < 510, "{cached:?}");
+}
+
+#[test]
+fn a_second_turn_goes_on_from_the_first() {
+    let engine = engine(&small());
+    let params = SamplingParams { max_tokens: Some(20), ..SamplingParams::greedy() };
+    let prompt = random_tokens(4, 60);
+    let request = Request::tokens(prompt.clone(), params.clone());
+    let first = engine.submit(request).expect("valid").wait().expect("served");
+    let next = [prompt, first.ids(), random_tokens(5, 30)].concat();
+    let request = Request::tokens(next, params);
+    let second = engine.submit(request.clone()).expect("valid").wait().expect("served");
+    let turn = 60 + first.tokens.len();
+    assert!(second.usage.cached_tokens + 6 >= turn, "{:?} of {turn}", second.usage);
+    assert_eq!(second.tokens, alone(&[request], &small())[0].tokens);
+}
+
+#[test]
+fn the_disk_tier_survives_restarts_and_damage() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = EngineConfig {
+        prefix_cache: PrefixCache::Disk(dir.path().to_owned()),
+        kv_tokens: 128 * 12,
+        ..small()
+    };
+    let lengths = [256, 300, 310, 290];
+    let requests = watched(20, &lengths);
+    let run = || {
+        let engine = engine(&config);
+        let results = engine.generate(requests.clone(), |_| {});
+        let tokens: Vec<_> = results.into_iter().map(|r| r.expect("served").tokens).collect();
+        let metrics = engine.metrics().clone();
+        (tokens, metrics.cached_tokens.get() as f64 / metrics.prompt_tokens.get() as f64)
+    };
+    let (cold, _) = run();
+    let (warm, cached) = run();
+    assert_eq!(cold, warm);
+    assert!(cached >= 0.9, "{cached} from the cache after a restart");
+
+    let mut random = Random(8);
+    let mut damaged = 0;
+    for file in std::fs::read_dir(dir.path()).expect("is there").flatten() {
+        let path = file.path();
+        let bytes = std::fs::read(&path).expect("is there");
+        match random.below(6) {
+            0 => std::fs::remove_file(&path).expect("is there"),
+            1 => std::fs::write(&path, &bytes[..bytes.len() / 2]).expect("can be written"),
+            2 => {
+                let mut bytes = bytes;
+                let at = random.below(bytes.len());
+                bytes[at] ^= 1 << random.below(8);
+                std::fs::write(&path, bytes).expect("can be written");
+            }
+            _ => continue,
+        }
+        damaged += 1;
+    }
+    assert!(damaged > 0);
+    let (again, cached) = run();
+    assert_eq!(cold, again);
+    assert!(cached < 1.0);
+}
+
+#[test]
+fn callers_may_leave_at_any_time() {
+    let requests = requests(6, 30, 120);
+    let expected = alone(&requests, &small());
+    for overlap in [false, true] {
+        let engine = engine(&EngineConfig { kv_tokens: 128 * 5, overlap, ..small() });
+        let mut random = Random(9);
+        let mut kept = Vec::new();
+        for (i, request) in requests.iter().enumerate() {
+            let handle = engine.submit(request.clone()).expect("valid");
+            match random.below(3) {
+                0 => drop(handle),
+                1 => {
+                    handle.recv();
+                    engine.abort(handle.id());
+                }
+                _ => kept.push((i, handle)),
+            }
+        }
+        for (i, handle) in kept {
+            assert_eq!(handle.wait().expect("served").tokens, expected[i].tokens);
+        }
+        engine.clear_prefix_cache();
+        let mut held = engine.held().expect("runs");
+        for _ in 0..1000 {
+            if held.sequences == 0 {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            held = engine.held().expect("runs");
+        }
+        engine.clear_prefix_cache();
+        assert_eq!(engine.held(), Some(Default::default()));
+    }
+}
+
+#[test]
+fn stop_strings_end_the_text_before_them() {
+    let params =
+        SamplingParams { max_tokens: Some(30), ignore_eos: true, ..SamplingParams::greedy() };
+    let whole = alone(&[Request::tokens(random_tokens(2, 20), params.clone())], &small());
+    let text = &whole[0].text;
+    let from = text.char_indices().nth(text.chars().count() / 2).expect("long enough").0;
+    let stop: String = text[from..].chars().take(3).collect();
+    let at = text.find(&stop).expect("is in the text");
+    let params = SamplingParams { stop: vec![stop], ..params };
+    let found = alone(&[Request::tokens(random_tokens(2, 20), params)], &small());
+    assert_eq!(found[0].text, text[..at]);
+    assert_eq!(found[0].reason, Some(FinishReason::Stop));
+}
+
+#[test]
+fn refusals_come_back_in_order() {
+    let engine = engine(&small());
+    let params = SamplingParams { max_tokens: Some(2), ..SamplingParams::greedy() };
+    let requests = vec![
+        Request::tokens([1, 2], params.clone()),
+        Request::tokens([], params.clone()),
+        Request::tokens([3], SamplingParams { n: 2, ..params.clone() }),
+        Request::text("hello", params),
+    ];
+    let mut told = Vec::new();
+    let results = engine.generate(requests, |progress| told.push(progress));
+    let ok: Vec<bool> = results.iter().map(Result::is_ok).collect();
+    assert_eq!(ok, [true, false, false, true]);
+    let last = told.last().expect("is told");
+    assert_eq!((last.done, last.total, last.tokens), (4, 4, 4));
 }

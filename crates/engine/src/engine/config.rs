@@ -161,7 +161,7 @@ impl Default for EngineConfig {
             prefill: PrefillMode::default(),
             keep_tokens: 140,
             prefix_cache: PrefixCache::default(),
-            device_snapshots: 32,
+            device_snapshots: 64,
             host_cache_bytes: 1 << 30,
             disk_cache_bytes: 16 << 30,
             swap_bytes: 1 << 30,

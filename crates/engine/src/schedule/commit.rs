@@ -52,7 +52,7 @@ impl Scheduler {
         let (prompt, decode, seconds) = (step.prefill_rows, step.decode_rows, done.seconds);
         if prompt + decode > 0 {
             self.shares.measured(prompt, decode, step.charge, seconds);
-            self.metrics.step(prompt, decode, seconds, done.draft_seconds);
+            self.metrics.step(prompt, decode, step.decoder_rows, seconds, done.draft_seconds);
         }
         if prompt == 0 {
             self.drafting.measured(step.drafts, tokens, seconds);

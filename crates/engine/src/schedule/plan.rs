@@ -35,13 +35,11 @@ impl Scheduler {
         let decode_rows = self.shape.rows - budget.rows;
         let decoding = work.sequences.len();
         let mut ended = Vec::new();
-        if self.shares.prompts_may_run(decoding) {
-            budget.rows = budget.rows.min(self.shares.most_rows(decoding));
-            for (id, rows) in self.share_rows(&prompts, budget.rows) {
-                let drafts = self.drafting.length(decoding.max(1));
-                if self.plan_chunk(id, rows, drafts, &mut budget, &mut work) {
-                    ended.push(id);
-                }
+        let prompts = self.prompts_now(prompts, decoding);
+        budget.rows = budget.rows.min(self.shares.most_rows(decoding));
+        for (id, rows) in self.share_rows(&prompts, budget.rows) {
+            if self.plan_chunk(id, rows, drafts, &mut budget, &mut work) {
+                ended.push(id);
             }
         }
         if work.sequences.is_empty() && self.ops.is_empty() {
@@ -54,6 +52,8 @@ impl Scheduler {
             sequences: work.sequences.clone(),
             prefill_rows,
             decode_rows,
+            decoder_rows: decode_rows
+                + work.plan.sequences.iter().map(|s| s.kept_rows()).sum::<usize>(),
             charge: self.shares.planned(prefill_rows, decode_rows),
             drafts,
         });
@@ -95,6 +95,23 @@ impl Scheduler {
         sequence.coming = (least + 1, most + 1 + verify);
         budget.rows -= 1 + verify;
         budget.outputs -= 1 + verify;
+    }
+
+    /// Those of `prompts` that may go on in a step beside `decoding` sequences: all of them when it
+    /// is their turn, else a short one that has just arrived.
+    fn prompts_now(&self, prompts: Vec<RequestId>, decoding: usize) -> Vec<RequestId> {
+        if self.shares.prompts_may_run(decoding) {
+            return prompts;
+        }
+        if !self.shares.newcomers_may_run() {
+            return Vec::new();
+        }
+        let short = self.shape.chunk / 4;
+        let new = |id: &RequestId| {
+            let place = self.sequences.get(id).and_then(|s| s.place.as_ref());
+            place.is_some_and(|p| p.served == 0 && p.target - p.next <= short)
+        };
+        prompts.into_iter().find(new).into_iter().collect()
     }
 
     /// Shares `rows` rows among prompts: half for the first in line, so that it gets on; the rest

@@ -10,6 +10,9 @@ const FRESH: f64 = 0.2;
 /// Longest time that prompt rows may add to one step beside decoding ones, in seconds.
 const LONGEST_STALL: f64 = 0.5;
 
+/// Most that decoding may be owed when a short prompt is let in all the same, in seconds.
+const NEWCOMER_DEBT: f64 = 1.0;
+
 /// Fewest prompt rows in a step that has any.
 const FEWEST_ROWS: usize = 16;
 
@@ -28,6 +31,11 @@ impl TimeShares {
     /// Whether prompts may go on in a step beside `decoding` sequences that decode.
     pub fn prompts_may_run(&self, decoding: usize) -> bool {
         decoding == 0 || self.debt <= 0.0
+    }
+
+    /// Whether short prompts that have just arrived may go on in such a step all the same.
+    pub fn newcomers_may_run(&self) -> bool {
+        self.debt <= NEWCOMER_DEBT
     }
 
     /// Most prompt rows that a step may have beside `decoding` sequences.

@@ -16,7 +16,7 @@ pub fn small() -> EngineConfig {
         max_seqs: 6,
         prefill_chunk: 48,
         kv_tokens: 8192,
-        device_snapshots: 8,
+        device_snapshots: 64,
         host_cache_bytes: 64 << 20,
         swap_bytes: 16 << 20,
         keep_tokens: 24,

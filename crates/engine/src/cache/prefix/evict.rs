@@ -14,13 +14,24 @@ impl PrefixIndex {
     /// freed. Returns how many were.
     pub fn evict(&mut self, pages: usize, pools: &mut Pools) -> usize {
         let before = pools.pages.available();
-        if pages == 0 {
-            return 0;
-        }
-        for (_, _, candidate) in self.candidates() {
-            if pools.pages.available() - before >= pages {
+        let mut held = self.on_device();
+        // A page may be open in one snapshot and full in a node: it is free after both have gone.
+        while self.evict_pass(before.saturating_add(pages), pools) < before.saturating_add(pages) {
+            let now = self.on_device();
+            if now == held {
                 break;
             }
+            held = now;
+        }
+        pools.pages.available() - before
+    }
+
+    /// Drops what can go until `wanted` pages are available. Returns how many are.
+    fn evict_pass(&mut self, wanted: usize, pools: &mut Pools) -> usize {
+        if pools.pages.available() >= wanted {
+            return pools.pages.available();
+        }
+        for (_, _, candidate) in self.candidates() {
             match candidate {
                 Candidate::Snapshot(id, tail) => {
                     if self.nodes[id].is_some() {
@@ -29,8 +40,11 @@ impl PrefixIndex {
                 }
                 Candidate::Page(id) => self.drop_page(id, pools),
             }
+            if pools.pages.available() >= wanted {
+                break;
+            }
         }
-        pools.pages.available() - before
+        pools.pages.available()
     }
 
     /// Drops everything from the device, and forgets what is nowhere else.

@@ -1,0 +1,95 @@
+//! What a long prompt does to others, and they to it:
+//!
+//! ```text
+//! cargo bench -p deepinfer --bench fairness -- MODEL_DIR [PROMPT_TOKENS, default 100000]
+//! ```
+//! Prints the time of the prompt alone; then, while it is read beside two running requests, the
+//! time to the first token of a newcomer of 100 tokens, the rate that the running requests keep,
+//! and the prompt's own time.
+
+use deepinfer::checkpoint::Source;
+use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
+use deepinfer::request::{Event, Request, RequestHandle, SamplingParams};
+use std::time::{Duration, Instant};
+
+fn request(len: usize, seed: u32, tokens: usize) -> Request {
+    let prompt: Vec<u32> =
+        (0..len as u32).map(|i| 3 + (i * 31 + i / 7 + seed * 97) % 400).collect();
+    let params =
+        SamplingParams { max_tokens: Some(tokens), ignore_eos: true, ..SamplingParams::greedy() };
+    Request::tokens(prompt, params)
+}
+
+/// Seconds to the first token.
+fn first_token(handle: &RequestHandle, start: Instant) -> f64 {
+    while let Some(event) = handle.recv() {
+        if matches!(event, Event::Tokens { .. }) {
+            break;
+        }
+    }
+    start.elapsed().as_secs_f64()
+}
+
+fn count(handle: &RequestHandle) -> usize {
+    let mut tokens = 0;
+    while let Some(event) = handle.try_recv() {
+        if let Event::Tokens { tokens: new, .. } = event {
+            tokens += new.len();
+        }
+    }
+    tokens
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut arguments = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
+    let Some(model) = arguments.next() else {
+        println!("no MODEL_DIR given");
+        return Ok(());
+    };
+    let len: usize = arguments.next().map_or(Ok(100_000), |n| n.parse())?;
+    let config = EngineConfig {
+        kv_tokens: 2 * len + 65_536,
+        prefix_cache: PrefixCache::Off,
+        draft: DraftMode::Off,
+        ..EngineConfig::default()
+    };
+    let engine = Engine::open(Source::directory(model), &config, &mut |_, _| {})?;
+    let start = Instant::now();
+    let alone = first_token(&engine.submit(request(len, 1, 1))?, start);
+    println!("the prompt of {len} tokens alone: {alone:.2} s");
+
+    let runners = [engine.submit(request(50, 2, 30_000))?, engine.submit(request(50, 3, 30_000))?];
+    let rate = |seconds: f64| {
+        let start = Instant::now();
+        std::thread::sleep(Duration::from_secs_f64(seconds));
+        let tokens: usize = runners.iter().map(count).sum();
+        tokens as f64 / start.elapsed().as_secs_f64()
+    };
+    rate(1.0);
+    let quiet = rate(2.0);
+    let start = Instant::now();
+    let long = engine.submit(request(len, 4, 1))?;
+    let mut slowest = f64::INFINITY;
+    let mut newcomers: Vec<f64> = Vec::new();
+    loop {
+        slowest = slowest.min(rate(2.0));
+        if long.is_done() || long.try_recv().is_some() {
+            break;
+        }
+        let arrival = Instant::now();
+        let newcomer = engine.submit(request(100, 5 + newcomers.len() as u32, 4))?;
+        newcomers.push(first_token(&newcomer, arrival));
+        if long.try_recv().is_some() {
+            break;
+        }
+    }
+    let beside = start.elapsed().as_secs_f64();
+    let worst = newcomers.iter().copied().fold(0.0, f64::max);
+    println!(
+        "newcomers of 100 tokens: {worst:.3} s at worst, {:.2}% of the prompt",
+        100.0 * worst / alone
+    );
+    println!("running requests keep {:.0}% of {quiet:.0} tokens/s", 100.0 * slowest / quiet);
+    println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
+    Ok(())
+}

@@ -1,0 +1,293 @@
+//! The scheduler over a simulated worker: random requests, arrivals, aborts and pool sizes. Every
+//! request gives its own tokens, every row read has been written, and nothing is left at the end.
+
+mod simulation;
+
+use deepinfer::cache::tiers::Tiers;
+use deepinfer::engine::PrefillMode;
+use deepinfer::metrics::Metrics;
+use deepinfer::output::OutputText;
+use deepinfer::request::{
+    Completion, FinishReason, RequestError, RequestHandle, RequestId, SamplingParams, event_queue,
+};
+use deepinfer::schedule::{Held, Scheduler};
+use deepinfer::sequence::Arrival;
+use deepinfer::step::{Inline, StepLoop};
+use proptest::prelude::*;
+use simulation::{END, Simulation, VOCAB, next, shape};
+use std::sync::Arc;
+use std::time::Instant;
+
+#[derive(Clone, Debug)]
+struct Case {
+    prompt: Vec<u32>,
+    seed: u64,
+    max_tokens: usize,
+    priority: i32,
+    draft: bool,
+    /// Turns before it arrives, after the one before.
+    wait: usize,
+    /// Turns until the caller gives up.
+    patience: Option<usize>,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    // Prompts from few pieces share prefixes often.
+    let piece = prop_oneof![
+        Just(vec![1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]),
+        Just(vec![1, 2, 3, 4, 5, 6, 7]),
+        proptest::collection::vec(1..VOCAB, 1..9),
+    ];
+    let prompt = proptest::collection::vec(piece, 1..5).prop_map(|p| p.concat());
+    let patience = proptest::option::weighted(0.2, 0usize..30);
+    (prompt, 0u64..3, 1usize..20, 0i32..2, any::<bool>(), 0usize..6, patience).prop_map(
+        |(prompt, seed, max_tokens, priority, draft, wait, patience)| Case {
+            prompt,
+            seed,
+            max_tokens,
+            priority,
+            draft,
+            wait,
+            patience,
+        },
+    )
+}
+
+fn expected(case: &Case) -> Vec<u32> {
+    let mut text = case.prompt.clone();
+    for _ in 0..case.max_tokens {
+        let token = next(case.seed, &text);
+        text.push(token);
+        if token == END {
+            break;
+        }
+    }
+    text.split_off(case.prompt.len())
+}
+
+#[derive(Clone, Debug)]
+struct Setting {
+    pages: usize,
+    seqs: usize,
+    prefill: PrefillMode,
+    drafts: usize,
+    overlap: bool,
+    prefix_cache: bool,
+    host_bytes: usize,
+    swap_bytes: usize,
+    snapshots: usize,
+}
+
+fn setting() -> impl Strategy<Value = Setting> {
+    let prefill = prop_oneof![
+        Just(PrefillMode::Off),
+        Just(PrefillMode::Exact),
+        Just(PrefillMode::Compact),
+        Just(PrefillMode::Mask)
+    ];
+    let host = prop_oneof![Just(0usize), Just(2000), Just(1 << 20)];
+    let swap = prop_oneof![Just(0usize), Just(1000), Just(1 << 20)];
+    (24usize..60, 1usize..6, prefill, 0usize..4, any::<bool>(), any::<bool>(), host, swap).prop_map(
+        |(pages, seqs, prefill, drafts, overlap, prefix_cache, host_bytes, swap_bytes)| Setting {
+            pages,
+            seqs,
+            prefill,
+            drafts,
+            overlap,
+            prefix_cache,
+            host_bytes,
+            swap_bytes,
+            snapshots: 1 + pages % 5,
+        },
+    )
+}
+
+struct Running {
+    case: Case,
+    handle: RequestHandle,
+    completion: Completion,
+    ended: bool,
+    age: usize,
+}
+
+fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
+    let mut shape = shape(setting.pages, setting.seqs, setting.prefill, setting.drafts);
+    shape.prefix_cache = setting.prefix_cache;
+    shape.swap_bytes = setting.swap_bytes;
+    shape.device_snapshots = if setting.prefix_cache { setting.snapshots } else { 0 };
+    let tiers = match setting.host_bytes {
+        0 => Tiers::default(),
+        bytes => Tiers::host(bytes),
+    };
+    let metrics = Arc::new(Metrics::default());
+    let worker = Simulation::new(&shape);
+    let bounds = shape.bounds(false);
+    let scheduler = Scheduler::new(shape, tiers, metrics.clone());
+    let mut steps = StepLoop::new(scheduler, Inline::new(worker), setting.overlap);
+
+    let mut left = cases.iter().enumerate();
+    let mut next_case = left.next();
+    let mut since = 0;
+    let mut running: Vec<Running> = Vec::new();
+    for turn in 0.. {
+        assert!(turn < 20_000, "the requests come to an end");
+        while let Some((i, case)) = next_case {
+            if since < case.wait {
+                break;
+            }
+            since = 0;
+            next_case = left.next();
+            let params = SamplingParams {
+                max_tokens: Some(case.max_tokens),
+                draft: case.draft,
+                ..SamplingParams::default()
+            };
+            if params.check(&case.prompt, &bounds).is_err() {
+                continue;
+            }
+            let (sink, handle) = event_queue(RequestId(i as u64));
+            steps.scheduler.submit(Arrival {
+                id: RequestId(i as u64),
+                priority: case.priority,
+                salt: (case.prompt.len() % 5 == 0).then(|| "salt".to_owned()),
+                max_len: case.prompt.len() + case.max_tokens,
+                prompt: case.prompt.clone(),
+                seed: case.seed,
+                text: OutputText::new(None, Vec::new()),
+                params,
+                sink,
+                time: Instant::now(),
+            });
+            let (completion, case) = (Completion::default(), case.clone());
+            running.push(Running { case, handle, completion, ended: false, age: 0 });
+        }
+        since += 1;
+        for request in &mut running {
+            request.age += 1;
+            if request.case.patience == Some(request.age) {
+                request.handle.abort();
+            }
+        }
+        steps.step().expect("the simulation does not fail");
+        for request in &mut running {
+            while let Some(event) = request.handle.try_recv() {
+                assert!(!request.ended, "nothing follows the end");
+                request.ended = request.completion.push(event).expect("no failures");
+            }
+        }
+        if next_case.is_none() && steps.scheduler.is_idle() {
+            break;
+        }
+    }
+    for request in running {
+        let (expected, found) = (expected(&request.case), request.completion.ids());
+        match request.completion.reason {
+            Some(FinishReason::Aborted) => {
+                assert!(request.case.patience.is_some());
+                assert!(expected.starts_with(&found), "{found:?} begins {expected:?}");
+            }
+            reason => {
+                assert_eq!(found, expected);
+                let stop = expected.last() == Some(&END);
+                let end = if stop { FinishReason::Stop } else { FinishReason::Length };
+                assert_eq!(reason, Some(end));
+                assert_eq!(request.completion.usage.output_tokens, expected.len());
+            }
+        }
+    }
+    steps.scheduler.clear_prefix_cache();
+    assert_eq!(steps.scheduler.held(), Held::default(), "nothing is left");
+    metrics
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+
+    #[test]
+    fn every_request_gives_its_own_tokens(
+        setting in setting(),
+        cases in proptest::collection::vec(case(), 1..30),
+    ) {
+        run(&setting, &cases);
+    }
+}
+
+fn many(prompt: usize, count: usize) -> Vec<Case> {
+    (0..count)
+        .map(|i| Case {
+            prompt: (0..prompt).map(|j| 1 + ((i * 7 + j * j) % 39) as u32).collect(),
+            seed: i as u64,
+            max_tokens: 20,
+            priority: 0,
+            draft: true,
+            wait: 0,
+            patience: None,
+        })
+        .collect()
+}
+
+fn plain() -> Setting {
+    Setting {
+        pages: 40,
+        seqs: 5,
+        prefill: PrefillMode::Exact,
+        drafts: 3,
+        overlap: true,
+        prefix_cache: true,
+        host_bytes: 0,
+        swap_bytes: 0,
+        snapshots: 40,
+    }
+}
+
+#[test]
+fn small_pools_preempt_both_ways() {
+    for swap_bytes in [0, 1 << 20] {
+        let setting = Setting { pages: 24, swap_bytes, prefix_cache: false, ..plain() };
+        let metrics = run(&setting, &many(15, 20));
+        let (swapped, recomputed) = (metrics.swapped.get(), metrics.recomputed.get());
+        assert!(if swap_bytes > 0 { swapped > 0 } else { recomputed > 0 });
+    }
+}
+
+#[test]
+fn repeated_prompts_come_from_the_cache() {
+    for (pages, host_bytes) in [(300, 0), (30, 1 << 20)] {
+        let mut cases = many(40, 12);
+        cases.iter_mut().for_each(|case| case.wait = 60);
+        let again = cases.clone();
+        cases.extend(again);
+        let setting = Setting { pages, host_bytes, ..plain() };
+        let metrics = run(&setting, &cases);
+        // All but the last token of each prompt of the second half.
+        let (cached, wanted) = (metrics.cached_tokens.get(), 12 * 39);
+        assert!(cached >= wanted, "{cached} tokens of {wanted} from the cache");
+    }
+}
+
+#[test]
+fn a_full_queue_is_told() {
+    let mut shape = shape(40, 2, PrefillMode::Exact, 0);
+    shape.max_queued_requests = 3;
+    let mut scheduler = Scheduler::new(shape, Tiers::default(), Arc::new(Metrics::default()));
+    let mut handles = Vec::new();
+    for i in 0..4 {
+        let (sink, handle) = event_queue(RequestId(i));
+        scheduler.submit(Arrival {
+            id: RequestId(i),
+            priority: 0,
+            salt: None,
+            params: SamplingParams::default(),
+            prompt: vec![1, 2],
+            seed: 0,
+            max_len: 4,
+            text: OutputText::new(None, Vec::new()),
+            sink,
+            time: Instant::now(),
+        });
+        handles.push(handle);
+    }
+    let refused = handles[3].wait();
+    assert_eq!(refused, Err(RequestError::QueueFull { waiting: 3, limit: 3 }));
+    assert!(handles[0].try_recv().is_none());
+}
