@@ -208,7 +208,8 @@ impl Sequence {
     }
 
     /// Sends a failure.
-    pub fn fail(self, error: RequestError) {
+    pub fn fail(mut self, error: RequestError) {
+        self.emit();
         self.sink.send(Event::Failed(error));
     }
 }

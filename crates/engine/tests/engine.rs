@@ -72,12 +72,18 @@ fn batches_give_what_single_requests_give() {
 
 #[test]
 fn small_pools_push_requests_out_and_change_nothing() {
-    let requests = requests(2, 24, 200);
+    // Each grows from one page to three, and eight are there.
+    let mut requests = watched(2, &[120; 6]);
+    for request in &mut requests {
+        request.params.max_tokens = Some(150);
+        request.params.logprobs = None;
+        request.params.frequency_penalty = 0.1;
+    }
     let expected = alone(&requests, &small());
     for swap_bytes in [0, 16 << 20] {
         for overlap in [false, true] {
             let config = EngineConfig {
-                kv_tokens: 128 * 4,
+                kv_tokens: 128 * 8,
                 swap_bytes,
                 overlap,
                 draft: DraftMode::Fixed(2),

@@ -19,6 +19,7 @@ pub struct Progress {
 /// A request under way.
 struct Running {
     index: usize,
+    request: Request,
     handle: RequestHandle,
     completion: Completion,
 }
@@ -51,6 +52,13 @@ impl Engine {
                         Ok(true) => {
                             let completion = std::mem::take(&mut request.completion);
                             results[request.index] = Some(Ok(completion));
+                            return false;
+                        }
+                        // Its turn comes when the queue has room again.
+                        Err(
+                            RequestError::QueueFull { .. } | RequestError::QueueTokensFull { .. },
+                        ) => {
+                            left.push_front((request.index, request.request.clone()));
                             return false;
                         }
                         Err(error) => {
@@ -88,7 +96,7 @@ impl Engine {
             match self.submit(request.clone()) {
                 Ok(handle) => {
                     let completion = Completion::default();
-                    running.push_back(Running { index, handle, completion });
+                    running.push_back(Running { index, request, handle, completion });
                 }
                 Err(RequestError::QueueFull { .. }) => return left.push_front((index, request)),
                 Err(error) => results[index] = Some(Err(error)),

@@ -25,14 +25,16 @@ impl Engine {
         let mut checkpoint = Checkpoint::open(source)?;
         MemoryPlan::new(&checkpoint, config)?.check_host()?;
         let tokenizer = Arc::new(Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?);
-        let identity = identity(&checkpoint, &tokenizer)?;
         let device = Arc::new(Cpu::new(config.threads)?);
+        let mut identity = identity(&checkpoint, &tokenizer)?;
+        identity.extend(format!("cpu {:?}", device.isa()).bytes());
         let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
         let model = Model::load(&*device, &mut checkpoint, engram, progress)?;
         Self::new(device, Arc::new(model), Some(tokenizer), &identity, config)
     }
 
-    /// An engine over a loaded model. `identity` names the checkpoint, for the prefix cache.
+    /// An engine over a loaded model. `identity` names checkpoint, device and
+    /// instruction set, for the prefix cache.
     pub fn new<D: Device>(
         device: Arc<D>,
         model: Arc<Model<D>>,

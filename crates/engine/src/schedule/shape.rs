@@ -77,7 +77,10 @@ impl Shape {
         let block = if text.num_nextn_predict_layers > 0 { text.dspark_block_size } else { 0 };
         let drafts = match config.draft {
             DraftMode::Off => 0,
-            DraftMode::Auto => block,
+            // A draft block runs as one step, too.
+            DraftMode::Auto => {
+                block.min(config.max_batch_tokens.saturating_sub(1) / config.max_seqs.max(1))
+            }
             DraftMode::Fixed(n) if n <= block => n,
             DraftMode::Fixed(n) => {
                 return Err(EngineError::DraftLength { wanted: n, block });
@@ -94,7 +97,8 @@ impl Shape {
         at_least("max_seqs", config.max_seqs, 1)?;
         at_least("prefill_chunk", config.prefill_chunk, 1)?;
         // Every running sequence decodes in every step, and a prompt goes on beside them.
-        at_least("max_batch_tokens", config.max_batch_tokens, config.max_seqs + 1)?;
+        let least_rows = config.max_seqs * drafts.max(1) + 1;
+        at_least("max_batch_tokens", config.max_batch_tokens, least_rows)?;
         let pages = config.kv_tokens / page_tokens;
         // Steps in flight may run past the end of a sequence that they finish.
         let slack = 2 * (drafts + 1);

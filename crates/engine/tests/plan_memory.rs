@@ -1,0 +1,85 @@
+//! What an engine will need, and what it refuses.
+
+use deepinfer::cache::{CacheFormat, Caches};
+use deepinfer::checkpoint::{Checkpoint, Source};
+use deepinfer::engine::{DraftMode, EngineConfig, EngineError};
+use deepinfer::plan_memory::MemoryPlan;
+use deepinfer::schedule::geometry;
+use deepinfer_device::cpu::Cpu;
+use std::path::Path;
+
+fn checkpoint() -> Checkpoint {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/tiny-a");
+    Checkpoint::open(Source::directory(folder)).expect("opens")
+}
+
+#[test]
+fn the_plan_counts_what_caches_take() {
+    let checkpoint = checkpoint();
+    let cpu = Cpu::new(Some(1)).expect("starts");
+    for cache_format in [CacheFormat::Released, CacheFormat::Exact] {
+        let config = EngineConfig { cache_format, ..EngineConfig::default() };
+        let plan = MemoryPlan::new(&checkpoint, &config).expect("fits together");
+        let model = checkpoint.config();
+        let caches = Caches::new(&cpu, &model.text_config, cache_format, geometry(model), 2, 2);
+        let caches = caches.expect("memory for a tiny model");
+        assert_eq!(plan.sequence_bytes, caches.slot_bytes() as u64);
+        assert_eq!(plan.token_bytes * 128.0, caches.page_bytes() as f64);
+        let parts = plan.slot_pool_bytes + plan.page_pool_bytes + plan.scratch_bytes;
+        assert_eq!(plan.allocated_bytes, parts);
+        let stored: u64 = checkpoint.tensors().map(|t| t.bytes).sum();
+        assert_eq!(plan.mapped_weights.values().sum::<u64>(), stored);
+        assert_eq!(plan.sequences_of(1 << 14), 4);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_numbers() {
+    let plan = MemoryPlan::new(&checkpoint(), &EngineConfig::default()).expect("fits together");
+    assert_eq!(plan.check(plan.allocated_bytes), Ok(()));
+    let refused = plan.check(plan.allocated_bytes - 1).expect_err("does not fit");
+    assert_eq!(refused.needed, plan.allocated_bytes);
+    let text = refused.to_string();
+    assert!(
+        text.contains(&plan.allocated_bytes.to_string()) && text.contains("kv_tokens"),
+        "{text}"
+    );
+}
+
+#[test]
+fn scratch_does_not_grow_with_context() {
+    let scratch = |kv_tokens| {
+        let config = EngineConfig { kv_tokens, ..EngineConfig::default() };
+        MemoryPlan::new(&checkpoint(), &config).expect("fits together").scratch_bytes
+    };
+    // The page table of each sequence is the only part that does: 2 x 4 bytes a page.
+    assert!(scratch(1 << 22) - scratch(1 << 13) <= 2 * 4 * 16 * (1 << 22) / 128);
+}
+
+#[test]
+fn settings_that_cannot_work_together_are_refused() {
+    let refused = |change: fn(&mut EngineConfig)| {
+        let mut config = EngineConfig::default();
+        change(&mut config);
+        MemoryPlan::new(&checkpoint(), &config).expect_err("is refused")
+    };
+    assert!(matches!(
+        refused(|c| c.draft = DraftMode::Fixed(6)),
+        EngineError::DraftLength { wanted: 6, block: 5 }
+    ));
+    let too_small = |error| match error {
+        EngineError::TooSmall { name, .. } => name,
+        other => panic!("{other}"),
+    };
+    assert_eq!(too_small(refused(|c| c.max_batch_tokens = 16)), "max_batch_tokens");
+    assert_eq!(too_small(refused(|c| c.max_seqs = 0)), "max_seqs");
+    assert_eq!(too_small(refused(|c| c.prefill_chunk = 0)), "prefill_chunk");
+    assert_eq!(too_small(refused(|c| c.kv_tokens = 100)), "kv_tokens");
+    assert_eq!(
+        too_small(refused(|c| {
+            c.prefill = deepinfer::engine::PrefillMode::Compact;
+            c.keep_tokens = 13;
+        })),
+        "keep_tokens"
+    );
+}
