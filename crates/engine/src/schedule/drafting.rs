@@ -69,7 +69,7 @@ mod tests {
     /// Every draft is accepted with probability `p` after the ones before it; a row costs `row`.
     fn best(p: f64, row: f64) -> usize {
         let mut length = DraftLength::new(5, true);
-        let mut chosen = vec![0; 6];
+        let mut chosen = [0; 6];
         for _ in 0..5000 {
             let n = length.length(1);
             chosen[n] += 1;

@@ -312,7 +312,8 @@ impl Worker for Simulation {
                     let mut ahead = text.tokens.clone();
                     for i in 0..sequence.draft {
                         let right = next(text.seed, &ahead);
-                        let wrong = mix(u64::from(right) + a as u64 + u64::from(i)) % 3 == 0;
+                        let wrong =
+                            mix(u64::from(right) + a as u64 + u64::from(i)).is_multiple_of(3);
                         let token = if wrong { (right + 1) % VOCAB } else { right };
                         ahead.push(token);
                         text.drafts.push(token);
