@@ -9,7 +9,9 @@ use std::path::PathBuf;
 /// Runs DeepSeek-V4.1 models.
 #[derive(Debug, Parser)]
 #[command(name = "deepinfer", version, max_term_width = 100, arg_required_else_help = true)]
-#[command(after_help = "Exit codes: 0 done, 1 a check or a run failed, 2 the command line is wrong.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 a check or a run failed, 2 the command line is wrong."
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,

@@ -2,11 +2,12 @@
 
 use crate::args::Inspect;
 use crate::failure::Outcome;
-use crate::sizes::CacheBytes;
 use crate::{open, text};
 use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Part};
 use deepinfer::config::ModelConfig;
+use deepinfer::engine::{EngineConfig, EngineError};
+use deepinfer::plan_memory::MemoryPlan;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -63,7 +64,7 @@ struct TensorLine {
 /// Prints it.
 pub fn run(args: &Inspect) -> Outcome {
     let checkpoint = open::checkpoint(&args.model)?;
-    let contents = contents(&checkpoint, args.tensors);
+    let contents = contents(&checkpoint, args.tensors)?;
     if args.json {
         text::json(&contents)?;
     } else {
@@ -72,7 +73,7 @@ pub fn run(args: &Inspect) -> Outcome {
     Ok(())
 }
 
-fn contents(checkpoint: &Checkpoint, list: bool) -> Contents {
+fn contents(checkpoint: &Checkpoint, list: bool) -> Result<Contents, EngineError> {
     let config = checkpoint.config();
     let c = &config.text_config;
     let mut parts: BTreeMap<Part, (usize, u64)> = BTreeMap::new();
@@ -104,16 +105,18 @@ fn contents(checkpoint: &Checkpoint, list: bool) -> Contents {
             bytes,
         })
         .collect();
-    let caches = [("released", CacheFormat::Released), ("exact", CacheFormat::Exact)]
-        .map(|(format, cache)| {
-            let sizes = CacheBytes::new(c, cache);
-            CacheLine {
-                format,
-                bytes_per_token: sizes.per_token,
-                bytes_per_sequence: sizes.per_sequence,
-            }
-        })
-        .into();
+    let mut caches = Vec::new();
+    for (format, cache_format) in
+        [("released", CacheFormat::Released), ("exact", CacheFormat::Exact)]
+    {
+        let settings = EngineConfig { cache_format, ..EngineConfig::default() };
+        let plan = MemoryPlan::new(checkpoint, &settings)?;
+        caches.push(CacheLine {
+            format,
+            bytes_per_token: plan.token_bytes,
+            bytes_per_sequence: plan.sequence_bytes,
+        });
+    }
     let list = list.then(|| {
         let line = |t: deepinfer::checkpoint::TensorInfo<'_>| TensorLine {
             name: t.name.to_owned(),
@@ -124,7 +127,7 @@ fn contents(checkpoint: &Checkpoint, list: bool) -> Contents {
         };
         checkpoint.tensors().map(line).collect()
     });
-    Contents {
+    Ok(Contents {
         place: checkpoint.source().place(),
         layers: c.num_hidden_layers,
         draft_stages: c.num_nextn_predict_layers,
@@ -138,7 +141,7 @@ fn contents(checkpoint: &Checkpoint, list: bool) -> Contents {
         per_layer,
         caches,
         list,
-    }
+    })
 }
 
 /// What a backbone layer does.
@@ -177,7 +180,12 @@ fn print(c: &Contents) -> std::io::Result<()> {
         text::count(c.vocabulary as u64),
         text::count(c.longest_sequence as u64)
     );
-    println!("{} tensors in {} files, {}\n", text::count(c.tensors as u64), c.shards, text::bytes(c.bytes));
+    println!(
+        "{} tensors in {} files, {}\n",
+        text::count(c.tensors as u64),
+        c.shards,
+        text::bytes(c.bytes)
+    );
     let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / (c.bytes.max(1)) as f64);
     let head = |cells: &[&str]| cells.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
     let mut rows = vec![head(&["part", "tensors", "bytes", "share"])];
@@ -209,7 +217,13 @@ fn print(c: &Contents) -> std::io::Result<()> {
         let mut rows = vec![head(&["tensor", "type", "shape", "bytes", "file"])];
         for t in list {
             let shape = format!("{:?}", t.shape);
-            rows.push(vec![t.name.clone(), t.dtype.clone(), shape, text::count(t.bytes), t.shard.clone()]);
+            rows.push(vec![
+                t.name.clone(),
+                t.dtype.clone(),
+                shape,
+                text::count(t.bytes),
+                t.shard.clone(),
+            ]);
         }
         text::table(&rows)?;
     }

@@ -1,12 +1,17 @@
 //! The `deepinfer` command.
 
 mod args;
+mod bench;
 mod demo;
+mod engine;
 mod failure;
+mod generate;
 mod inspect;
 mod man;
 mod open;
-mod sizes;
+mod plan;
+mod speech;
+mod synth;
 mod text;
 mod verify;
 
@@ -18,6 +23,10 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
+        Command::Generate(args) => generate::run(&args),
+        Command::Synth(args) => synth::run(&args),
+        Command::Plan(args) => plan::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Completions { shell } => man::completions(shell),

@@ -32,21 +32,28 @@ pub fn count(n: u64) -> String {
     out
 }
 
-/// Prints rows in columns; the first column to the left, the others to the right.
+/// Prints rows in columns, numbers to the right. The first row is the heading.
 pub fn table(rows: &[Vec<String>]) -> std::io::Result<()> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| {
         rows.iter().filter_map(|r| r.get(c)).map(|cell| cell.chars().count()).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..columns).map(width).collect();
+    let is_number =
+        |cell: &String| cell.is_empty() || cell.starts_with(|c: char| c.is_ascii_digit());
+    let right: Vec<bool> =
+        (0..columns).map(|c| rows.iter().skip(1).filter_map(|r| r.get(c)).all(is_number)).collect();
     let mut out = std::io::stdout().lock();
     for row in rows {
         let mut line = String::new();
         for (c, cell) in row.iter().enumerate() {
             let pad = " ".repeat(widths[c] - cell.chars().count());
-            match c {
-                0 => line.extend([cell.as_str(), &pad]),
-                _ => line.extend(["  ", &pad, cell]),
+            if c > 0 {
+                line.push_str("  ");
+            }
+            match right[c] && c > 0 {
+                true => line.extend([&pad, cell]),
+                false => line.extend([cell, &pad]),
             }
         }
         writeln!(out, "{}", line.trim_end())?;

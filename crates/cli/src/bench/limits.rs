@@ -1,0 +1,206 @@
+//! What the machine can do: memory read, f32 products, and products with stored weights alone.
+
+use crate::failure::Outcome;
+use anyhow::Context;
+use deepinfer::checkpoint::{Checkpoint, Part};
+use deepinfer_device::tensor::StoredMatrix;
+use deepinfer_device::{Cpu, Device, Format};
+use gemm::Parallelism;
+use rayon::prelude::*;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Reads more than 1 GB of memory with all threads.
+pub struct Read {
+    device: Arc<Cpu>,
+    words: Vec<u64>,
+}
+
+impl Read {
+    const WORDS: usize = 150_000_000;
+
+    /// Fills the memory, so that every page is there.
+    pub fn new(device: &Arc<Cpu>) -> Self {
+        let words = device.pool().install(|| (0..Self::WORDS as u64).into_par_iter().collect());
+        Self { device: device.clone(), words }
+    }
+
+    /// Speed of one pass.
+    pub fn gb_per_s(&mut self) -> f64 {
+        let part = self.words.len().div_ceil(self.device.threads());
+        let start = Instant::now();
+        let sum: u64 = self.device.pool().install(|| {
+            let parts = self.words.par_chunks(part);
+            parts.map(sum_words).reduce(|| 0, u64::wrapping_add)
+        });
+        std::hint::black_box(sum);
+        (self.words.len() * 8) as f64 / start.elapsed().as_secs_f64() / 1e9
+    }
+}
+
+/// Four streams, so that the processor has enough reads under way.
+fn sum_words(words: &[u64]) -> u64 {
+    let quarter = words.len() / 4;
+    let (a, rest) = words.split_at(quarter);
+    let (b, rest) = rest.split_at(quarter);
+    let (c, d) = rest.split_at(quarter);
+    let mut sums = [0u64; 32];
+    let blocks = quarter / 8;
+    for i in 0..blocks {
+        for (s, part) in [a, b, c, d].into_iter().enumerate() {
+            for j in 0..8 {
+                sums[s * 8 + j] = sums[s * 8 + j].wrapping_add(part[i * 8 + j]);
+            }
+        }
+    }
+    let ends = [&a[blocks * 8..], &b[blocks * 8..], &c[blocks * 8..], &d[blocks * 8..]];
+    let tail = ends.iter().flat_map(|e| e.iter());
+    sums.iter().chain(tail).fold(0, |sum, &x| sum.wrapping_add(x))
+}
+
+/// f32 products by the `gemm` crate.
+pub struct Gemm {
+    device: Arc<Cpu>,
+    a: Vec<f32>,
+    b: Vec<f32>,
+    c: Vec<f32>,
+}
+
+impl Gemm {
+    const M: usize = 512;
+    const N: usize = 2048;
+    const K: usize = 2048;
+    const TIMES: usize = 4;
+
+    /// Makes the matrices.
+    pub fn new(device: &Arc<Cpu>) -> Self {
+        let fill = |n: usize| (0..n).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
+        let (a, b) = (fill(Self::M * Self::K), fill(Self::K * Self::N));
+        Self { device: device.clone(), a, b, c: vec![0.0; Self::M * Self::N] }
+    }
+
+    /// Speed of some products.
+    pub fn gflop_per_s(&mut self) -> f64 {
+        let threads = Parallelism::Rayon(self.device.threads());
+        let (m, n, k) = (Self::M, Self::N, Self::K);
+        let (a, b, c) = (&self.a, &self.b, &mut self.c);
+        let start = Instant::now();
+        self.device.pool().install(|| {
+            for _ in 0..Self::TIMES {
+                // SAFETY: row-major [m, k] times the transpose of row-major [n, k] into row-major
+                // [m, n]: the strides stay inside vectors of exactly these sizes, and `c` is
+                // borrowed mutably.
+                unsafe {
+                    gemm::gemm(
+                        m,
+                        n,
+                        k,
+                        c.as_mut_ptr(),
+                        1,
+                        n as isize,
+                        false,
+                        a.as_ptr(),
+                        1,
+                        k as isize,
+                        b.as_ptr(),
+                        k as isize,
+                        1,
+                        0.0f32,
+                        1.0f32,
+                        false,
+                        false,
+                        false,
+                        threads,
+                    );
+                }
+            }
+        });
+        std::hint::black_box(&self.c);
+        2.0 * (Self::TIMES * m * n * k) as f64 / start.elapsed().as_secs_f64() / 1e9
+    }
+}
+
+/// The fp8 and fp4 matrices that one token reads, multiplied one after the other with one row.
+pub struct Weights {
+    device: Arc<Cpu>,
+    fp8: Vec<Matrix>,
+    fp4: Vec<Matrix>,
+    x: Vec<f32>,
+    out: Vec<f32>,
+}
+
+struct Matrix {
+    weight: <Cpu as Device>::Matrix,
+    bytes: usize,
+}
+
+impl Weights {
+    /// Takes the matrices of the backbone; of the routed experts, as many as a token uses.
+    pub fn new(checkpoint: &Checkpoint, device: &Arc<Cpu>) -> Outcome<Self> {
+        let c = &checkpoint.config().text_config;
+        let mut own = Checkpoint::open(checkpoint.source().clone())?;
+        let (mut fp8, mut fp4) = (Vec::new(), Vec::new());
+        let (mut widest, mut longest) = (0, 0);
+        let names: Vec<(String, Part, Vec<u64>)> = checkpoint
+            .tensors()
+            .filter(|t| t.name.ends_with(".weight") && t.shape.len() == 2)
+            .map(|t| (t.name.to_owned(), t.part, t.shape.to_vec()))
+            .collect();
+        for (name, part, shape) in names {
+            let [rows, cols] = [shape[0] as usize, shape[1] as usize];
+            let stored: StoredMatrix = match part {
+                Part::Experts if expert(&name).is_some_and(|e| e < c.num_experts_per_tok) => {
+                    let (h, i) = (c.hidden_size, c.moe_intermediate_size);
+                    let down = name.ends_with(".w2.weight");
+                    let (rows, cols) = if down { (h, i) } else { (i, h) };
+                    own.take_matrix(&name, rows, cols)?
+                }
+                Part::Attention | Part::Indexer | Part::SharedExperts | Part::Engram => {
+                    own.take_matrix(&name, rows, cols)?
+                }
+                _ => continue,
+            };
+            let list = match stored.format {
+                Format::Fp8Block32 => &mut fp8,
+                Format::Fp4Row32 => &mut fp4,
+                _ => continue,
+            };
+            (widest, longest) = (widest.max(stored.cols), longest.max(stored.rows));
+            let bytes = stored.stored_bytes();
+            let weight = device.matrix(stored).with_context(|| name.clone())?;
+            list.push(Matrix { weight, bytes });
+        }
+        let x = (0..widest).map(|i| (i % 13) as f32 * 0.1 - 0.6).collect();
+        Ok(Self { device: device.clone(), fp8, fp4, x, out: vec![0.0; longest] })
+    }
+
+    /// Bytes of fp8 matrices a second.
+    pub fn fp8_gb_per_s(&mut self) -> Outcome<f64> {
+        let device = self.device.clone();
+        Self::pass(&device, &self.fp8, &self.x, &mut self.out)
+    }
+
+    /// Bytes of fp4 matrices a second.
+    pub fn fp4_gb_per_s(&mut self) -> Outcome<f64> {
+        let device = self.device.clone();
+        Self::pass(&device, &self.fp4, &self.x, &mut self.out)
+    }
+
+    fn pass(device: &Cpu, list: &[Matrix], x: &[f32], out: &mut [f32]) -> Outcome<f64> {
+        let mut input = device.alloc::<f32>(x.len())?;
+        let mut output = device.alloc::<f32>(out.len())?;
+        device.upload(x, &mut input, 0)?;
+        let start = Instant::now();
+        for matrix in list {
+            device.linear(&input, &matrix.weight, 1, &mut output)?;
+        }
+        let seconds = start.elapsed().as_secs_f64();
+        let bytes: usize = list.iter().map(|m| m.bytes).sum();
+        Ok(bytes as f64 / seconds / 1e9)
+    }
+}
+
+/// The number of a routed expert.
+fn expert(name: &str) -> Option<usize> {
+    name.split_once(".experts.")?.1.split('.').next()?.parse().ok()
+}

@@ -1,0 +1,103 @@
+//! The engine as commands use it.
+
+use crate::args::{EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
+use crate::failure::{Failure, Outcome};
+use crate::open;
+use anyhow::Context;
+use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
+use deepinfer::request::SamplingParams;
+use std::num::NonZeroUsize;
+use std::str::FromStr;
+
+/// Opens the checkpoint and starts an engine.
+pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
+    let source = open::source(model)?;
+    let place = source.place();
+    let bar = open::bar("loading", 0);
+    let mut progress = |done: usize, all: usize| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    };
+    let engine = Engine::open(source, config, &mut progress);
+    bar.finish_and_clear();
+    match engine {
+        Ok(engine) => Ok(engine),
+        Err(error) if is_usage(&error) => Err(Failure::Usage(error.to_string())),
+        Err(error) => Err(anyhow::Error::new(error).context(format!("cannot run {place}")).into()),
+    }
+}
+
+fn is_usage(error: &EngineError) -> bool {
+    matches!(
+        error,
+        EngineError::Setting { .. }
+            | EngineError::TooSmall { .. }
+            | EngineError::DraftLength { .. }
+    )
+}
+
+/// Reads a setting of the engine from its text.
+pub fn setting<T: FromStr<Err = EngineError>>(text: &str) -> Outcome<T> {
+    text.parse().map_err(|e: EngineError| Failure::Usage(e.to_string()))
+}
+
+/// Settings for one sequence at a time, of at most `tokens` tokens.
+pub fn single(run: &RunArgs, draft: &str, tokens: usize) -> Outcome<EngineConfig> {
+    Ok(EngineConfig {
+        max_batch_tokens: 256,
+        prefill_chunk: 256,
+        max_seqs: 1,
+        kv_tokens: tokens,
+        device_snapshots: 0,
+        swap_bytes: 0,
+        prefix_cache: PrefixCache::Off,
+        draft: setting(draft)?,
+        cache_format: run.kv.into(),
+        threads: run.threads.map(NonZeroUsize::get),
+        ..EngineConfig::default()
+    })
+}
+
+/// Settings for many requests.
+pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
+    let d = EngineConfig::default();
+    let number = |n: Option<NonZeroUsize>, default| n.map_or(default, NonZeroUsize::get);
+    let max_batch_tokens = number(args.max_batch_tokens, d.max_batch_tokens);
+    Ok(EngineConfig {
+        max_batch_tokens,
+        max_seqs: number(args.max_seqs, d.max_seqs),
+        prefill_chunk: number(args.prefill_chunk, d.prefill_chunk.min(max_batch_tokens)),
+        kv_tokens: number(args.kv_tokens, d.kv_tokens),
+        prefix_cache: args.prefix_cache.as_deref().map_or(Ok(d.prefix_cache), setting)?,
+        prefill: args.prefill.as_deref().map_or(Ok(d.prefill), setting)?,
+        draft: args.draft.as_deref().map_or(Ok(d.draft), setting)?,
+        overlap: args.overlap.map_or(d.overlap, |s| s == Switch::On),
+        cache_format: run.kv.into(),
+        threads: run.threads.map(NonZeroUsize::get),
+        ..EngineConfig::default()
+    })
+}
+
+/// Parameters of a request, with `max_tokens` where the command line has none.
+pub fn sampling(args: &SamplingArgs, max_tokens: Option<usize>) -> SamplingParams {
+    SamplingParams {
+        temperature: args.temperature,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        presence_penalty: args.presence_penalty,
+        frequency_penalty: args.frequency_penalty,
+        seed: args.seed,
+        max_tokens: args.max_tokens.map(NonZeroUsize::get).or(max_tokens),
+        stop: args.stop.clone(),
+        ignore_eos: args.ignore_eos,
+        ..SamplingParams::default()
+    }
+}
+
+/// The tokenizer of a running engine: every command opens engines that have one.
+pub fn tokenizer(engine: &Engine) -> Outcome<&deepinfer::tokenizer::Tokenizer> {
+    let tokenizer = engine.tokenizer().context("the engine has no tokenizer")?;
+    Ok(tokenizer.as_ref())
+}

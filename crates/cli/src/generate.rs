@@ -1,0 +1,219 @@
+//! `deepinfer generate`.
+
+use crate::args::Generate;
+use crate::failure::{Failure, Outcome};
+use crate::speech::Speech;
+use crate::{engine, open, text};
+use anyhow::Context;
+use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
+use deepinfer::engine::Engine;
+use deepinfer::request::{Completion, Event, Request, RequestHandle};
+use std::io::{IsTerminal, Read, Write};
+use std::time::{Duration, Instant};
+
+/// Tokens to produce where the command line does not say.
+const MAX_TOKENS: usize = 256;
+
+/// What the prompt is.
+enum Input {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// Continues a prompt.
+pub fn run(args: &Generate) -> Outcome {
+    let input = input(args)?;
+    let effort: Effort = args
+        .effort
+        .parse()
+        .map_err(|e: chat::ChatError| Failure::Usage(format!("--effort: {e}")))?;
+    let params = engine::sampling(&args.sampling, Some(MAX_TOKENS));
+    // A token is at least one byte; the chat format adds some tokens of its own.
+    let most = match &input {
+        Input::Text(text) => text.len() + args.system.as_ref().map_or(0, String::len) + 64,
+        Input::Tokens(ids) => ids.len(),
+    };
+    let longest = open::checkpoint(&args.model)?.config().text_config.max_position_embeddings;
+    let room = most.saturating_add(params.max_tokens.unwrap_or(MAX_TOKENS)) + 512;
+    let config = engine::single(&args.run, &args.draft, room.min(longest))?;
+    let start = Instant::now();
+    let engine = engine::start(&args.model, &config)?;
+    let loaded = start.elapsed();
+    let tokenizer = engine::tokenizer(&engine)?;
+    let ids = match input {
+        Input::Tokens(ids) => ids,
+        Input::Text(prompt) if args.chat => {
+            let messages = args.system.iter().map(chat::system).chain([chat::user(prompt)]);
+            let conversation = Conversation { messages: messages.collect(), ..Default::default() };
+            let options = chat::Options { effort: Some(effort) };
+            let template = ChatTemplate::new(tokenizer).context("--chat")?;
+            template.render(&conversation, &options).context("--chat")?
+        }
+        Input::Text(prompt) => chat::plain_prompt(tokenizer, &prompt)?,
+    };
+    let prompt_tokens = ids.len();
+    let request = Request::tokens(ids, params);
+    let start = Instant::now();
+    let handle = engine.submit(request).map_err(|e| Failure::Usage(e.to_string()))?;
+    let mut speech = args.chat.then(|| Speech::new(tokenizer, effort.thinks()));
+    let mut printer = Printer::new(!args.json);
+    let (completion, first) = follow(&engine, &handle, prompt_tokens, &mut |event| {
+        let Event::Tokens { tokens, text } = event else { return Ok(()) };
+        match &mut speech {
+            None => printer.answer(text),
+            Some(speech) => tokens.iter().try_for_each(|t| {
+                let piece = speech.push(t.id);
+                printer.thinking(&piece.thinking)?;
+                printer.answer(&piece.answer)
+            }),
+        }
+    })?;
+    let total = start.elapsed();
+    let decode = total.saturating_sub(first);
+    if !args.json {
+        return Ok(printer.end()?);
+    }
+    let usage = completion.usage;
+    let (thinking, answer) = match speech {
+        Some(mut speech) => {
+            speech.finish();
+            (args.chat.then_some(speech.thinking), speech.answer)
+        }
+        None => (None, completion.text.clone()),
+    };
+    let rate = |n: usize, t: Duration| n as f64 / t.as_secs_f64().max(1e-9);
+    text::json(&serde_json::json!({
+        "text": answer,
+        "thinking": thinking,
+        "tokens": completion.ids(),
+        "finish_reason": completion.reason.map(|r| format!("{r:?}").to_lowercase()),
+        "seed": usage.seed,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": usage.output_tokens,
+        "drafted": usage.drafted,
+        "accepted": usage.accepted,
+        "load_seconds": loaded.as_secs_f64(),
+        "prompt_seconds": first.as_secs_f64(),
+        "decode_seconds": decode.as_secs_f64(),
+        "decode_tokens_per_s": rate(usage.output_tokens.saturating_sub(1), decode),
+    }))?;
+    Ok(())
+}
+
+fn input(args: &Generate) -> Outcome<Input> {
+    match (&args.prompt, &args.prompt_file, &args.token_ids) {
+        (Some(text), _, _) => Ok(Input::Text(text.clone())),
+        (_, Some(path), _) if path.as_os_str() == "-" => {
+            let mut text = String::new();
+            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            Ok(Input::Text(text))
+        }
+        (_, Some(path), _) => {
+            let text = std::fs::read_to_string(path);
+            Ok(Input::Text(text.with_context(|| format!("cannot read {}", path.display()))?))
+        }
+        (_, _, Some(_)) if args.chat => {
+            Err(Failure::Usage("--chat needs text; --token-ids are taken as they are".into()))
+        }
+        (_, _, Some(ids)) => Ok(Input::Tokens(ids.clone())),
+        _ => Err(Failure::Usage("give --prompt, --prompt-file or --token-ids".into())),
+    }
+}
+
+/// Reads a request's events until it ends, with a progress bar while the prompt is read. Returns
+/// the whole completion and the time to its first token.
+pub fn follow(
+    engine: &Engine,
+    handle: &RequestHandle,
+    prompt_tokens: usize,
+    seen: &mut dyn FnMut(&Event) -> std::io::Result<()>,
+) -> Outcome<(Completion, Duration)> {
+    let start = Instant::now();
+    let bar = open::bar("reading the prompt", prompt_tokens);
+    let rows = || engine.metrics().prefill_rows.get();
+    let before = rows();
+    let mut first = None;
+    let mut completion = Completion::default();
+    loop {
+        let Some(event) = handle.recv_timeout(Duration::from_millis(100)) else {
+            if handle.is_done() {
+                break;
+            }
+            if first.is_none() {
+                bar.set_position(rows().saturating_sub(before).min(prompt_tokens as u64));
+            }
+            continue;
+        };
+        if matches!(event, Event::Tokens { .. }) && first.is_none() {
+            first = Some(start.elapsed());
+            bar.finish_and_clear();
+        }
+        seen(&event)?;
+        if completion.push(event)? {
+            break;
+        }
+    }
+    bar.finish_and_clear();
+    Ok((completion, first.unwrap_or_else(|| start.elapsed())))
+}
+
+/// Writes text as it comes; thinking is dimmed on a terminal.
+pub struct Printer {
+    on: bool,
+    colour: bool,
+    dimmed: bool,
+    fresh: bool,
+}
+
+impl Printer {
+    /// Prints, or keeps silent.
+    pub fn new(on: bool) -> Self {
+        let colour = std::io::stdout().is_terminal();
+        Self { on, colour, dimmed: false, fresh: true }
+    }
+
+    /// Part of the thinking.
+    pub fn thinking(&mut self, text: &str) -> std::io::Result<()> {
+        if self.colour && !self.dimmed && !text.is_empty() && self.on {
+            print!("\x1b[2m");
+            self.dimmed = true;
+        }
+        self.write(text)
+    }
+
+    /// Part of the answer.
+    pub fn answer(&mut self, text: &str) -> std::io::Result<()> {
+        if text.is_empty() {
+            return Ok(());
+        }
+        self.undim();
+        self.write(text)
+    }
+
+    /// The end of the turn.
+    pub fn end(&mut self) -> std::io::Result<()> {
+        self.undim();
+        if self.on && !self.fresh {
+            println!();
+        }
+        self.fresh = true;
+        std::io::stdout().flush()
+    }
+
+    fn undim(&mut self) {
+        if self.dimmed {
+            print!("\x1b[0m\n\n");
+            self.dimmed = false;
+        }
+    }
+
+    fn write(&mut self, text: &str) -> std::io::Result<()> {
+        if !self.on || text.is_empty() {
+            return Ok(());
+        }
+        self.fresh = text.ends_with('\n');
+        let mut out = std::io::stdout().lock();
+        out.write_all(text.as_bytes())?;
+        out.flush()
+    }
+}

@@ -1,0 +1,73 @@
+//! `deepinfer plan`.
+
+use crate::args::Plan;
+use crate::failure::{Failure, Outcome};
+use crate::{open, text};
+use deepinfer::engine::EngineConfig;
+use deepinfer::plan_memory::MemoryPlan;
+
+/// Shows what a model needs of a machine, and fails where it does not fit.
+pub fn run(args: &Plan) -> Outcome {
+    let available = match &args.memory {
+        None => None,
+        Some(size) => Some(text::parse_bytes(size).ok_or_else(|| {
+            Failure::Usage(format!("--memory {size}: give a size such as 64GB or 512MiB"))
+        })?),
+    };
+    let checkpoint = open::checkpoint(&args.model)?;
+    let d = EngineConfig::default();
+    let config = EngineConfig {
+        max_seqs: args.max_seqs.unwrap_or(d.max_seqs),
+        kv_tokens: args.kv_tokens.unwrap_or(d.kv_tokens),
+        max_batch_tokens: args.max_batch_tokens.unwrap_or(d.max_batch_tokens),
+        cache_format: args.kv.into(),
+        ..d
+    };
+    let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| Failure::Usage(e.to_string()))?;
+    let verdict = match available {
+        Some(bytes) => plan.check(bytes),
+        None => plan.check_host(),
+    };
+    if args.json {
+        text::json(&serde_json::json!({
+            "plan": plan,
+            "available_bytes": available,
+            "fits": verdict.is_ok(),
+        }))?;
+    } else {
+        print(&plan)?;
+    }
+    Ok(verdict?)
+}
+
+fn print(plan: &MemoryPlan) -> std::io::Result<()> {
+    let line = |name: &str, value: String| vec![name.to_owned(), value];
+    let bytes = |name: &str, n: u64| line(name, text::bytes(n));
+    let mut rows = vec![line("weights, read in place from the mapped files", String::new())];
+    let mut total = 0;
+    for (part, &n) in &plan.mapped_weights {
+        rows.push(bytes(&format!("  {part}"), n));
+        total += n;
+    }
+    rows.push(bytes("  all", total));
+    rows.push(line("allocated at the start", String::new()));
+    let slots = plan.sequences + plan.snapshots;
+    rows.push(bytes(&format!("  {slots} slots of sequences and snapshots"), plan.slot_pool_bytes));
+    let tokens = text::count(plan.pool_tokens as u64);
+    rows.push(bytes(&format!("  pages for {tokens} tokens"), plan.page_pool_bytes));
+    rows.push(bytes("  work space of a step", plan.scratch_bytes));
+    rows.push(bytes("  all", plan.allocated_bytes));
+    rows.push(bytes(
+        "host memory for prefixes and preempted requests, at most",
+        plan.host_cache_bytes,
+    ));
+    rows.push(line("a sequence, whatever its length", text::bytes(plan.sequence_bytes)));
+    rows.push(line("a token", format!("{:.1} B", plan.token_bytes)));
+    rows.push(line("sequences at a time", text::count(plan.sequences as u64)));
+    rows.push(line("longest sequence", text::count(plan.longest_sequence as u64)));
+    for tokens in [1024, 8192, 65536] {
+        let fit = text::count(plan.sequences_of(tokens) as u64);
+        rows.push(line(&format!("sequences of {} tokens", text::count(tokens as u64)), fit));
+    }
+    text::table(&rows)
+}

@@ -1,0 +1,38 @@
+//! `deepinfer synth`.
+
+use crate::args::Synth;
+use crate::failure::{Failure, Outcome};
+use crate::{open, text};
+use anyhow::Context;
+use deepinfer::synth::{Options, SynthError, write};
+
+/// Writes a random checkpoint.
+pub fn run(args: &Synth) -> Outcome {
+    let usage = |e: SynthError| Failure::Usage(format!("--preset: {e}"));
+    let options = Options {
+        preset: args.preset.parse().map_err(usage)?,
+        seed: args.seed,
+        engram_rows: args.engram_rows,
+        positions: args.positions,
+    };
+    let bar = open::bar("writing", 0);
+    let mut progress = |done: u64, all: u64| {
+        bar.set_length(all);
+        bar.set_position(done);
+    };
+    let summary = match write(&args.out, &options, &mut progress) {
+        Err(error @ (SynthError::Layers { .. } | SynthError::NotEmpty { .. })) => {
+            return Err(Failure::Usage(error.to_string()));
+        }
+        other => other.with_context(|| format!("cannot write {}", args.out.display()))?,
+    };
+    bar.finish_and_clear();
+    println!(
+        "{}: {} tensors in {} files, {}",
+        args.out.display(),
+        text::count(summary.tensors as u64),
+        summary.shards,
+        text::bytes(summary.bytes)
+    );
+    Ok(())
+}
