@@ -19,7 +19,7 @@ fn list(folder: &Path, name: &str, doc: &str, code: &mut String) {
         .unwrap_or_default();
     files.retain(|path| {
         let extension = path.extension().and_then(|e| e.to_str());
-        path.is_file() && matches!(extension, Some("json" | "jsonl" | "safetensors"))
+        path.is_file() && matches!(extension, Some("json" | "jsonl" | "gz" | "safetensors"))
     });
     files.sort();
     let _ = writeln!(code, "/// {doc}\npub static {name}: &[(&str, &[u8])] = &[");

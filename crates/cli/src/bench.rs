@@ -11,7 +11,7 @@ use bytes::{Counting, Work};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::Session;
-use deepinfer_device::Cpu;
+use deepinfer_device::{Cpu, DeviceError};
 use limits::{Gemm, Read, Weights};
 use memory::PeakPrivate;
 use serde::Serialize;
@@ -202,15 +202,16 @@ fn one_token(loaded: &open::Loaded, args: &Bench) -> Outcome {
 fn read_prompt(session: &mut Session<Cpu>, slot: usize, tokens: usize) -> Outcome<f64> {
     session.truncate(slot, 0);
     let prompt: Vec<u32> = (0..tokens).map(|p| token(session, slot, p)).collect();
-    let start = Instant::now();
-    let mut done = 0;
-    for chunk in prompt.chunks(CHUNK) {
-        done += chunk.len();
-        let outputs = if done == tokens { vec![chunk.len() as u32 - 1] } else { Vec::new() };
-        let plan = StepPlan { sequences: vec![session.extend(slot, chunk, &outputs)] };
-        session.run(&plan, &mut NoProbe)?;
-    }
-    Ok(start.elapsed().as_secs_f64())
+    on_pool(session, |session| {
+        let mut done = 0;
+        for chunk in prompt.chunks(CHUNK) {
+            done += chunk.len();
+            let outputs = if done == tokens { vec![chunk.len() as u32 - 1] } else { Vec::new() };
+            let plan = StepPlan { sequences: vec![session.extend(slot, chunk, &outputs)] };
+            session.run(&plan, &mut NoProbe)?;
+        }
+        Ok(())
+    })
 }
 
 /// Decodes `new_tokens` steps in every slot after the prompt. Returns seconds and the bytes of
@@ -222,19 +223,36 @@ fn decode_tokens(session: &mut Session<Cpu>, args: &Bench, work: &Work) -> Outco
     }
     let experts_per_row = session.model.config.text_config.num_experts_per_tok;
     let mut counting = Counting { experts_per_row, experts: 0 };
-    let start = Instant::now();
-    for step in 0..args.new_tokens {
-        let sequences = (0..args.batch)
-            .map(|slot| {
-                let next = token(session, slot, args.prompt_tokens + step);
-                session.extend(slot, &[next], &[0])
-            })
-            .collect();
-        session.run(&StepPlan { sequences }, &mut counting)?;
-    }
-    let seconds = start.elapsed().as_secs_f64();
+    let (first, steps, batch) = (args.prompt_tokens, args.new_tokens, args.batch);
+    let seconds = on_pool(session, |session| {
+        for step in 0..steps {
+            let sequences = (0..batch)
+                .map(|slot| {
+                    let next = token(session, slot, first + step);
+                    session.extend(slot, &[next], &[0])
+                })
+                .collect();
+            session.run(&StepPlan { sequences }, &mut counting)?;
+        }
+        Ok(())
+    })?;
     let bytes = work.bytes(args.new_tokens, args.batch, counting.experts);
     Ok((seconds, bytes))
+}
+
+/// Runs steps on a thread of the pool, where operations follow each other without waking anybody.
+/// Returns seconds.
+fn on_pool(
+    session: &mut Session<Cpu>,
+    run: impl FnOnce(&mut Session<Cpu>) -> Result<(), DeviceError> + Send,
+) -> Outcome<f64> {
+    let device = session.device.clone();
+    let seconds = device.pool().install(|| {
+        let start = Instant::now();
+        run(session)?;
+        Ok::<f64, DeviceError>(start.elapsed().as_secs_f64())
+    })?;
+    Ok(seconds)
 }
 
 fn print(r: &Report) -> std::io::Result<()> {

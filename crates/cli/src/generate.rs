@@ -161,7 +161,7 @@ pub fn follow(
 pub struct Printer {
     on: bool,
     colour: bool,
-    dimmed: bool,
+    in_thinking: bool,
     fresh: bool,
 }
 
@@ -169,14 +169,16 @@ impl Printer {
     /// Prints, or keeps silent.
     pub fn new(on: bool) -> Self {
         let colour = std::io::stdout().is_terminal();
-        Self { on, colour, dimmed: false, fresh: true }
+        Self { on, colour, in_thinking: false, fresh: true }
     }
 
     /// Part of the thinking.
     pub fn thinking(&mut self, text: &str) -> std::io::Result<()> {
-        if self.colour && !self.dimmed && !text.is_empty() && self.on {
-            print!("\x1b[2m");
-            self.dimmed = true;
+        if self.on && !self.in_thinking && !text.is_empty() {
+            self.in_thinking = true;
+            if self.colour {
+                print!("\x1b[2m");
+            }
         }
         self.write(text)
     }
@@ -186,13 +188,13 @@ impl Printer {
         if text.is_empty() {
             return Ok(());
         }
-        self.undim();
+        self.leave_thinking();
         self.write(text)
     }
 
     /// The end of the turn.
     pub fn end(&mut self) -> std::io::Result<()> {
-        self.undim();
+        self.leave_thinking();
         if self.on && !self.fresh {
             println!();
         }
@@ -200,10 +202,9 @@ impl Printer {
         std::io::stdout().flush()
     }
 
-    fn undim(&mut self) {
-        if self.dimmed {
-            print!("\x1b[0m\n\n");
-            self.dimmed = false;
+    fn leave_thinking(&mut self) {
+        if std::mem::take(&mut self.in_thinking) {
+            print!("{}", if self.colour { "\x1b[0m\n\n" } else { "\n\n" });
         }
     }
 

@@ -1,9 +1,13 @@
 //! The `deepinfer` command.
 
 mod args;
+mod batch;
 mod bench;
+mod chat;
+mod conversation;
 mod demo;
 mod engine;
+mod eval;
 mod failure;
 mod generate;
 mod inspect;
@@ -17,13 +21,15 @@ mod verify;
 
 use args::{Cli, Command};
 use clap::Parser;
-use failure::Failure;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Generate(args) => generate::run(&args),
+        Command::Chat(args) => chat::run(&args),
+        Command::Eval(args) => eval::run(&args),
+        Command::Batch(args) => batch::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Bench(args) => bench::run(&args),
@@ -31,7 +37,6 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::run(&args),
         Command::Completions { shell } => man::completions(shell),
         Command::Man { out } => man::pages(&out),
-        _ => Err(Failure::Usage("not there yet".into())),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -52,8 +52,8 @@ pub fn table(rows: &[Vec<String>]) -> std::io::Result<()> {
                 line.push_str("  ");
             }
             match right[c] && c > 0 {
-                true => line.extend([&pad, cell]),
-                false => line.extend([cell, &pad]),
+                true => line.extend([pad.as_str(), cell]),
+                false => line.extend([cell.as_str(), &pad]),
             }
         }
         writeln!(out, "{}", line.trim_end())?;

@@ -4,8 +4,8 @@ use crate::failure::Outcome;
 use anyhow::Context;
 use deepinfer::checkpoint::{Checkpoint, Part};
 use deepinfer_device::tensor::StoredMatrix;
-use deepinfer_device::{Cpu, Device, Format};
-use gemm::Parallelism;
+use deepinfer_device::{Cpu, Device, DeviceError, Format};
+use gemm_common::Parallelism;
 use rayon::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -58,64 +58,65 @@ fn sum_words(words: &[u64]) -> u64 {
     sums.iter().chain(tail).fold(0, |sum, &x| sum.wrapping_add(x))
 }
 
-/// f32 products by the `gemm` crate.
+/// f32 products by the `gemm` crate, in the layout that suits it best.
 pub struct Gemm {
     device: Arc<Cpu>,
-    a: Vec<f32>,
-    b: Vec<f32>,
-    c: Vec<f32>,
+    x: Vec<f32>,
+    w: Vec<f32>,
+    out: Vec<f32>,
 }
 
 impl Gemm {
-    const M: usize = 512;
-    const N: usize = 2048;
-    const K: usize = 2048;
+    const ROWS: usize = 512;
+    const OUT: usize = 2048;
+    const IN: usize = 2048;
     const TIMES: usize = 4;
 
     /// Makes the matrices.
     pub fn new(device: &Arc<Cpu>) -> Self {
         let fill = |n: usize| (0..n).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
-        let (a, b) = (fill(Self::M * Self::K), fill(Self::K * Self::N));
-        Self { device: device.clone(), a, b, c: vec![0.0; Self::M * Self::N] }
+        let (x, w) = (fill(Self::ROWS * Self::IN), fill(Self::IN * Self::OUT));
+        Self { device: device.clone(), x, w, out: vec![0.0; Self::ROWS * Self::OUT] }
     }
 
     /// Speed of some products.
     pub fn gflop_per_s(&mut self) -> f64 {
-        let threads = Parallelism::Rayon(self.device.threads());
-        let (m, n, k) = (Self::M, Self::N, Self::K);
-        let (a, b, c) = (&self.a, &self.b, &mut self.c);
+        let threads = self.device.threads();
+        let parallelism =
+            if threads == 1 { Parallelism::None } else { Parallelism::Rayon(threads) };
+        let (m, n, k) = (Self::OUT, Self::ROWS, Self::IN);
+        let (x, w, out) = (&self.x, &self.w, &mut self.out);
         let start = Instant::now();
         self.device.pool().install(|| {
             for _ in 0..Self::TIMES {
-                // SAFETY: row-major [m, k] times the transpose of row-major [n, k] into row-major
-                // [m, n]: the strides stay inside vectors of exactly these sizes, and `c` is
-                // borrowed mutably.
+                // SAFETY: `w` is [k, m], `x` is [n, k], `out` is [n, m], all row-major and of
+                // exactly these sizes; the strides are those, and `out` is borrowed mutably.
                 unsafe {
-                    gemm::gemm(
+                    gemm_f32::gemm::f32::get_gemm_fn()(
                         m,
                         n,
                         k,
-                        c.as_mut_ptr(),
+                        out.as_mut_ptr(),
+                        m as isize,
                         1,
-                        n as isize,
                         false,
-                        a.as_ptr(),
+                        w.as_ptr(),
+                        m as isize,
                         1,
+                        x.as_ptr(),
                         k as isize,
-                        b.as_ptr(),
-                        k as isize,
                         1,
-                        0.0f32,
-                        1.0f32,
+                        0.0,
+                        1.0,
                         false,
                         false,
                         false,
-                        threads,
+                        parallelism,
                     );
                 }
             }
         });
-        std::hint::black_box(&self.c);
+        std::hint::black_box(&self.out);
         2.0 * (Self::TIMES * m * n * k) as f64 / start.elapsed().as_secs_f64() / 1e9
     }
 }
@@ -190,11 +191,11 @@ impl Weights {
         let mut input = device.alloc::<f32>(x.len())?;
         let mut output = device.alloc::<f32>(out.len())?;
         device.upload(x, &mut input, 0)?;
-        let start = Instant::now();
-        for matrix in list {
-            device.linear(&input, &matrix.weight, 1, &mut output)?;
-        }
-        let seconds = start.elapsed().as_secs_f64();
+        let seconds = device.pool().install(|| {
+            let start = Instant::now();
+            list.iter().try_for_each(|m| device.linear(&input, &m.weight, 1, &mut output))?;
+            Ok::<f64, DeviceError>(start.elapsed().as_secs_f64())
+        })?;
         let bytes: usize = list.iter().map(|m| m.bytes).sum();
         Ok(bytes as f64 / seconds / 1e9)
     }

@@ -1,0 +1,206 @@
+//! `deepinfer batch`: a file of requests in OpenAI's batch format.
+//!
+//! Every answer is written as a whole line as soon as it is there, so that a run that was cut off
+//! goes on where it ended: ids that have a line are not run again, half a line is cut away.
+
+mod answer;
+mod body;
+
+use crate::args::Batch;
+use crate::failure::{Failure, Outcome};
+use crate::{engine, open};
+use anyhow::Context;
+use body::{Job, Kind, Line};
+use deepinfer::chat::ChatTemplate;
+use deepinfer::engine::Engine;
+use deepinfer::request::{Completion, RequestHandle};
+use std::collections::{BTreeSet, VecDeque};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+use std::time::Duration;
+
+/// A request under way.
+struct Running {
+    id: String,
+    kind: Kind,
+    handle: RequestHandle,
+    completion: Completion,
+}
+
+/// Runs all requests that have no answer yet.
+pub fn run(args: &Batch) -> Outcome {
+    let lines = read_input(&args.input)?;
+    let (mut output, done) = open_output(&args.output)?;
+    let left: VecDeque<&Line> = lines.iter().filter(|line| !done.contains(line.id())).collect();
+    if left.len() < lines.len() {
+        eprintln!("{} of {} answers are there already", lines.len() - left.len(), lines.len());
+    }
+    let config = engine::many(&args.engine, &args.run)?;
+    let engine = engine::start(&args.model, &config)?;
+    let failed = serve(&engine, left, &mut output, config.max_seqs * 2)?;
+    output.sync_all().context("cannot write the answers")?;
+    if failed > 0 {
+        eprintln!("{failed} requests failed; their lines say why");
+        return Err(Failure::Check);
+    }
+    Ok(())
+}
+
+/// Reads the requests. A line that is no request at all is an error of the file; one that asks for
+/// something impossible gets an error as its answer.
+fn read_input(path: &Path) -> Outcome<Vec<Line>> {
+    let name = path.display();
+    let file = File::open(path).with_context(|| format!("cannot read {name}"))?;
+    let (mut lines, mut ids) = (Vec::new(), BTreeSet::new());
+    for (number, text) in BufReader::new(file).lines().enumerate() {
+        let text = text.with_context(|| format!("cannot read {name}"))?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        let line = Line::parse(&text)
+            .map_err(|e| Failure::Usage(format!("{name} line {}: {e}", number + 1)))?;
+        if !ids.insert(line.id().to_owned()) {
+            let id = line.id();
+            return Err(Failure::Usage(format!(
+                "{name} line {}: custom_id {id:?} occurs twice; answers are told apart by it",
+                number + 1
+            )));
+        }
+        lines.push(line);
+    }
+    Ok(lines)
+}
+
+/// Opens the answers for appending. Returns the ids that have one.
+fn open_output(path: &Path) -> Outcome<(File, BTreeSet<String>)> {
+    let name = path.display();
+    let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+    let mut file = open.with_context(|| format!("cannot write {name}"))?;
+    let mut text = Vec::new();
+    file.read_to_end(&mut text).with_context(|| format!("cannot read {name}"))?;
+    // A crash may have left half a line.
+    let whole = text.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
+    file.set_len(whole as u64).with_context(|| format!("cannot write {name}"))?;
+    file.seek(SeekFrom::End(0)).with_context(|| format!("cannot write {name}"))?;
+    let mut done = BTreeSet::new();
+    for (number, line) in text[..whole].split(|&b| b == b'\n').enumerate() {
+        if line.is_empty() {
+            continue;
+        }
+        match serde_json::from_slice::<serde_json::Value>(line) {
+            Ok(value) if value["custom_id"].is_string() => {
+                done.insert(value["custom_id"].as_str().unwrap_or_default().to_owned());
+            }
+            _ => {
+                return Err(Failure::Usage(format!(
+                    "{name} line {} is no answer of a batch; give another output file",
+                    number + 1
+                )));
+            }
+        }
+    }
+    Ok((file, done))
+}
+
+/// Keeps `at_once` requests under way and writes answers as they come. Returns how many failed.
+fn serve(
+    engine: &Engine,
+    mut left: VecDeque<&Line>,
+    output: &mut File,
+    at_once: usize,
+) -> Outcome<usize> {
+    let tokenizer = engine::tokenizer(engine)?;
+    // Checkpoints without a chat format can still complete plain text.
+    let template = ChatTemplate::new(tokenizer).ok();
+    let bar = open::bar("answering", left.len());
+    let mut failed = 0;
+    let mut running: Vec<Running> = Vec::new();
+    let mut write = |line: serde_json::Value| -> Outcome {
+        output.write_all(format!("{line}\n").as_bytes()).context("cannot write the answers")?;
+        bar.inc(1);
+        Ok(())
+    };
+    while !left.is_empty() || !running.is_empty() {
+        while running.len() < at_once
+            && let Some(line) = left.pop_front()
+        {
+            let job = line.job(tokenizer, template.as_ref());
+            let started = job.and_then(|Job { request, kind }| {
+                let handle = engine.submit(request).map_err(|e| e.to_string())?;
+                Ok((handle, kind))
+            });
+            match started {
+                Ok((handle, kind)) => {
+                    let (id, completion) = (line.id().to_owned(), Completion::default());
+                    running.push(Running { id, kind, handle, completion });
+                }
+                Err(reason) => {
+                    failed += 1;
+                    write(answer::refused(line.id(), &reason))?;
+                }
+            }
+        }
+        let mut still = Vec::with_capacity(running.len());
+        for mut request in running {
+            let mut ended = None;
+            while ended.is_none()
+                && let Some(event) = request.handle.try_recv()
+            {
+                match request.completion.push(event) {
+                    Ok(false) => {}
+                    Ok(true) => ended = Some(Ok(())),
+                    Err(error) => ended = Some(Err(error)),
+                }
+            }
+            match ended {
+                None => still.push(request),
+                Some(Ok(())) => {
+                    let body = answer::body(&request.kind, tokenizer, &request.completion);
+                    write(answer::done(&request.id, body))?;
+                }
+                Some(Err(error)) => {
+                    failed += 1;
+                    write(answer::refused(&request.id, &error.to_string()))?;
+                }
+            }
+        }
+        running = still;
+        if !running.is_empty() {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+    bar.finish_and_clear();
+    Ok(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_a_line_is_cut_away_and_whole_ones_are_kept() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("out.jsonl");
+        std::fs::write(&path, "{\"custom_id\":\"a\"}\n{\"custom_id\":\"b\"").expect("it writes");
+        let (_, done) = open_output(&path).expect("it opens");
+        assert_eq!(done.into_iter().collect::<Vec<_>>(), ["a"]);
+        let text = std::fs::read_to_string(&path).expect("it is there");
+        assert_eq!(text, "{\"custom_id\":\"a\"}\n");
+        std::fs::write(&path, "some text\n").expect("it writes");
+        assert!(open_output(&path).is_err());
+    }
+
+    #[test]
+    fn ids_are_unique() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("in.jsonl");
+        let line =
+            r#"{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"x"}}"#;
+        std::fs::write(&path, format!("{line}\n\n{line}\n")).expect("it writes");
+        match read_input(&path) {
+            Err(Failure::Usage(message)) => assert!(message.contains("line 3"), "{message}"),
+            _ => panic!("a second request of the same id was taken"),
+        }
+    }
+}

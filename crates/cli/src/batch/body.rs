@@ -1,0 +1,317 @@
+//! What a request of a batch asks for. Fields that are not served are refused by name.
+
+use crate::conversation::{self, Message, Tool};
+use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat, ToolChoice};
+use deepinfer::request::{Request, SamplingParams};
+use deepinfer::tokenizer::Tokenizer;
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// A line of the input.
+#[derive(Debug, Deserialize)]
+pub struct Line {
+    custom_id: String,
+    #[serde(default)]
+    method: Option<String>,
+    url: String,
+    body: Value,
+}
+
+/// What an answer looks like.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kind {
+    /// A plain completion.
+    Text {
+        /// Put before the completion.
+        echo: Option<String>,
+        /// Name of the model, as asked for.
+        model: String,
+    },
+    /// An assistant's turn.
+    Chat {
+        /// It begins with thinking.
+        thinks: bool,
+        /// It may call tools.
+        tools: bool,
+        /// Name of the model, as asked for.
+        model: String,
+    },
+}
+
+/// A request that can be run.
+pub struct Job {
+    /// For the engine.
+    pub request: Request,
+    /// For the answer.
+    pub kind: Kind,
+}
+
+/// Fields that both kinds have.
+#[derive(Debug, Deserialize)]
+struct Common {
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default)]
+    max_tokens: Option<usize>,
+    #[serde(default)]
+    temperature: Option<f32>,
+    #[serde(default)]
+    top_p: Option<f32>,
+    #[serde(default)]
+    top_k: Option<u32>,
+    #[serde(default)]
+    min_p: Option<f32>,
+    #[serde(default)]
+    repetition_penalty: Option<f32>,
+    #[serde(default)]
+    presence_penalty: Option<f32>,
+    #[serde(default)]
+    frequency_penalty: Option<f32>,
+    #[serde(default)]
+    logit_bias: BTreeMap<String, f32>,
+    #[serde(default)]
+    seed: Option<i64>,
+    #[serde(default)]
+    stop: Stop,
+    #[serde(default)]
+    n: Option<usize>,
+    #[serde(default)]
+    stream: Option<bool>,
+    #[serde(default)]
+    user: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(untagged)]
+enum Stop {
+    One(String),
+    Many(Vec<String>),
+    #[default]
+    None,
+}
+
+#[derive(Debug, Deserialize)]
+struct ChatBody {
+    messages: Vec<Message>,
+    #[serde(default)]
+    max_completion_tokens: Option<usize>,
+    #[serde(default)]
+    tools: Vec<Tool>,
+    #[serde(default)]
+    tool_choice: Option<String>,
+    #[serde(default)]
+    reasoning_effort: Option<Value>,
+    #[serde(default)]
+    response_format: Option<Format>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Format {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct TextBody {
+    prompt: TextPrompt,
+    #[serde(default)]
+    echo: bool,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum TextPrompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+const COMMON: &[&str] = &[
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "n",
+    "stream",
+    "user",
+];
+const CHAT: &[&str] = &[
+    "messages",
+    "max_completion_tokens",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "response_format",
+];
+const TEXT: &[&str] = &["prompt", "echo"];
+
+impl Line {
+    /// Reads a line.
+    pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
+        serde_json::from_str(text)
+    }
+
+    /// What its answer is found by.
+    pub fn id(&self) -> &str {
+        &self.custom_id
+    }
+
+    /// The request, or why it cannot be run.
+    pub fn job(
+        &self,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate<'_>>,
+    ) -> Result<Job, String> {
+        if let Some(method) = self.method.as_deref().filter(|m| *m != "POST") {
+            return Err(format!("method {method:?}: expected POST"));
+        }
+        match self.url.as_str() {
+            "/v1/chat/completions" => {
+                let template = template.ok_or("the tokenizer lacks tokens of the chat format")?;
+                self.chat(tokenizer, template)
+            }
+            "/v1/completions" => self.text(tokenizer),
+            other => {
+                Err(format!("url {other:?}: expected /v1/chat/completions or /v1/completions"))
+            }
+        }
+    }
+
+    fn parsed<T: serde::de::DeserializeOwned>(&self, own: &[&str]) -> Result<(T, Common), String> {
+        let object = self.body.as_object().ok_or("body: expected an object")?;
+        let known =
+            |field: &&String| !own.contains(&field.as_str()) && !COMMON.contains(&field.as_str());
+        if let Some(field) = object.keys().find(known) {
+            return Err(format!("body.{field} is not supported"));
+        }
+        let own = serde_json::from_value(self.body.clone()).map_err(|e| format!("body: {e}"))?;
+        let common = serde_json::from_value(self.body.clone()).map_err(|e| format!("body: {e}"))?;
+        Ok((own, common))
+    }
+
+    fn chat(&self, _: &Tokenizer, template: &ChatTemplate<'_>) -> Result<Job, String> {
+        let (body, common): (ChatBody, Common) = self.parsed(CHAT)?;
+        let mut params = params(&common)?;
+        params.max_tokens = body.max_completion_tokens.or(params.max_tokens);
+        let effort = match &body.reasoning_effort {
+            None => Effort::NONE,
+            Some(Value::String(text)) => {
+                text.parse().map_err(|e| format!("reasoning_effort: {e}"))?
+            }
+            Some(other) => {
+                other.to_string().parse().map_err(|e| format!("reasoning_effort: {e}"))?
+            }
+        };
+        let tool_choice = match body.tool_choice.as_deref() {
+            None | Some("auto") => ToolChoice::Auto,
+            Some("none") => ToolChoice::None,
+            Some(other) => return Err(format!("tool_choice {other:?}: expected auto or none")),
+        };
+        let response_format = match body.response_format.as_ref().map(|f| f.kind.as_str()) {
+            None | Some("text") => ResponseFormat::Text,
+            Some("json_object") => ResponseFormat::JsonObject,
+            Some(other) => {
+                return Err(format!("response_format {other:?}: expected text or json_object"));
+            }
+        };
+        let tools = conversation::tools(body.tools);
+        let has_tools = !tools.is_empty();
+        let conversation = Conversation {
+            messages: conversation::messages(body.messages)?,
+            tools,
+            tool_choice,
+            response_format,
+            ..Conversation::default()
+        };
+        let options = chat::Options { effort: Some(effort) };
+        let prompt = template.render(&conversation, &options).map_err(|e| e.to_string())?;
+        Ok(Job {
+            request: Request::tokens(prompt, params),
+            kind: Kind::Chat {
+                thinks: effort.thinks(),
+                tools: has_tools,
+                model: common.model.unwrap_or_default(),
+            },
+        })
+    }
+
+    fn text(&self, tokenizer: &Tokenizer) -> Result<Job, String> {
+        let (body, common): (TextBody, Common) = self.parsed(TEXT)?;
+        let mut params = params(&common)?;
+        params.max_tokens = params.max_tokens.or(Some(16));
+        let (prompt, text) = match body.prompt {
+            TextPrompt::Tokens(ids) => {
+                let text = tokenizer.decode(&ids);
+                (ids, text)
+            }
+            TextPrompt::Text(text) => {
+                (chat::plain_prompt(tokenizer, &text).map_err(|e| e.to_string())?, text)
+            }
+        };
+        let echo = body.echo.then_some(text);
+        let kind = Kind::Text { echo, model: common.model.unwrap_or_default() };
+        Ok(Job { request: Request::tokens(prompt, params), kind })
+    }
+}
+
+fn params(c: &Common) -> Result<SamplingParams, String> {
+    if c.stream == Some(true) {
+        return Err("body.stream is not supported in a batch".into());
+    }
+    let _ = &c.user;
+    let mut logit_bias = Vec::new();
+    for (token, &bias) in &c.logit_bias {
+        let id = token.parse().map_err(|_| format!("body.logit_bias: {token:?} is no token id"))?;
+        logit_bias.push((id, bias));
+    }
+    let d = SamplingParams::default();
+    Ok(SamplingParams {
+        temperature: c.temperature.unwrap_or(d.temperature),
+        top_p: c.top_p.unwrap_or(d.top_p),
+        top_k: c.top_k.unwrap_or(d.top_k),
+        min_p: c.min_p.unwrap_or(d.min_p),
+        repetition_penalty: c.repetition_penalty.unwrap_or(d.repetition_penalty),
+        presence_penalty: c.presence_penalty.unwrap_or(d.presence_penalty),
+        frequency_penalty: c.frequency_penalty.unwrap_or(d.frequency_penalty),
+        logit_bias,
+        seed: c.seed.map(|s| s as u64),
+        max_tokens: c.max_tokens,
+        stop: match &c.stop {
+            Stop::One(text) => vec![text.clone()],
+            Stop::Many(list) => list.clone(),
+            Stop::None => Vec::new(),
+        },
+        n: c.n.unwrap_or(1),
+        ..d
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(body: &str, own: &[&str]) -> String {
+        let text = format!(r#"{{"custom_id":"a","url":"/v1/completions","body":{body}}}"#);
+        let line = Line::parse(&text).expect("it is JSON");
+        match line.parsed::<TextBody>(own).and_then(|(_, c)| params(&c)) {
+            Err(reason) => reason,
+            Ok(_) => panic!("{body} was taken"),
+        }
+    }
+
+    #[test]
+    fn fields_are_refused_by_name() {
+        assert!(refused(r#"{"prompt":"x","suffix":"y"}"#, TEXT).contains("body.suffix"));
+        assert!(refused(r#"{"prompt":"x","stream":true}"#, TEXT).contains("stream"));
+        assert!(refused(r#"{"prompt":"x","logit_bias":{"b":1}}"#, TEXT).contains("\"b\""));
+        assert!(refused(r#"{"prompt":7}"#, TEXT).contains("body"));
+    }
+}

@@ -1,0 +1,180 @@
+//! `deepinfer chat`: a talk in the terminal.
+
+mod prompt;
+
+use crate::args::Chat;
+use crate::failure::{Failure, Outcome};
+use crate::generate::{Printer, follow};
+use crate::speech::Speech;
+use crate::{engine, open};
+use anyhow::Context;
+use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
+use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
+use deepinfer::request::{Event, FinishReason, Request};
+use prompt::{Line, Prompt};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+const HELP: &str = "\
+/help            this text
+/reset           forget the conversation
+/effort [E]      show or set how thoroughly to think: none, low, high, max or 1 to 100
+/save FILE       write the conversation as JSON
+/quit            leave (so does Ctrl-D)
+A line that ends with \\ goes on in the next one. So does text between two lines of \"\"\".";
+
+/// Tokens that a talk may have.
+const TALK_TOKENS: usize = 1 << 16;
+
+/// One turn of the talk, as it is saved.
+#[derive(Clone, Debug, Serialize)]
+struct Turn {
+    role: &'static str,
+    content: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<String>,
+}
+
+struct Talk<'a> {
+    args: &'a Chat,
+    engine: &'a Engine,
+    template: ChatTemplate<'a>,
+    effort: Effort,
+    turns: Vec<Turn>,
+}
+
+/// Talks until the input ends.
+pub fn run(args: &Chat) -> Outcome {
+    let effort =
+        parse_effort(&args.effort).map_err(|e| Failure::Usage(format!("--effort: {e}")))?;
+    let longest = open::checkpoint(&args.model)?.config().text_config.max_position_embeddings;
+    let config = EngineConfig {
+        prefix_cache: PrefixCache::Device,
+        device_snapshots: 8,
+        ..engine::single(&args.run, &args.draft, TALK_TOKENS.min(longest))?
+    };
+    let engine = engine::start(&args.model, &config)?;
+    let template = ChatTemplate::new(engine::tokenizer(&engine)?)?;
+    let mut talk = Talk { args, engine: &engine, template, effort, turns: Vec::new() };
+    talk.reset();
+    let mut prompt = Prompt::new()?;
+    if prompt.is_terminal() {
+        println!("/help shows the commands");
+    }
+    while let Some(line) = prompt.read()? {
+        match line {
+            Line::Text(text) => talk.answer(&text)?,
+            Line::Command { name, rest } => {
+                if !talk.command(&name, &rest) {
+                    break;
+                }
+            }
+        }
+    }
+    prompt.save();
+    Ok(())
+}
+
+fn parse_effort(text: &str) -> Result<Effort, chat::ChatError> {
+    text.parse()
+}
+
+impl Talk<'_> {
+    fn reset(&mut self) {
+        self.turns.clear();
+        let system = self.args.system.iter().cloned();
+        self.turns.extend(system.map(|content| Turn {
+            role: "system",
+            content,
+            reasoning_content: None,
+        }));
+    }
+
+    /// Carries out a command. Returns whether the talk goes on.
+    fn command(&mut self, name: &str, rest: &str) -> bool {
+        match (name, rest) {
+            ("quit" | "exit", _) => return false,
+            ("help", _) => println!("{HELP}"),
+            ("reset", _) => {
+                self.reset();
+                println!("forgotten");
+            }
+            ("effort", "") => println!("effort {}", self.effort),
+            ("effort", text) => match parse_effort(text) {
+                Ok(effort) => {
+                    self.effort = effort;
+                    println!("effort {effort}");
+                }
+                Err(error) => eprintln!("{error}"),
+            },
+            ("save", "") => eprintln!("/save needs a file name"),
+            ("save", file) => match self.save(Path::new(file)) {
+                Ok(()) => println!("saved to {file}"),
+                Err(error) => eprintln!("{error:#}"),
+            },
+            (other, _) => eprintln!("there is no /{other}; /help shows the commands"),
+        }
+        true
+    }
+
+    fn save(&self, file: &Path) -> anyhow::Result<()> {
+        let json = serde_json::to_string_pretty(&self.turns)?;
+        std::fs::write(file, json + "\n")
+            .with_context(|| format!("cannot write {}", file.display()))
+    }
+
+    fn messages(&self) -> Vec<InputMessage> {
+        let message = |turn: &Turn| match turn.role {
+            "system" => chat::system(&turn.content),
+            "user" => chat::user(&turn.content),
+            _ => chat::assistant(&turn.content, turn.reasoning_content.clone()),
+        };
+        self.turns.iter().map(message).collect()
+    }
+
+    /// Adds the user's turn, streams the answer, and keeps it.
+    fn answer(&mut self, text: &str) -> Outcome {
+        let turn = Turn { role: "user", content: text.to_owned(), reasoning_content: None };
+        self.turns.push(turn);
+        let conversation = Conversation { messages: self.messages(), ..Default::default() };
+        let options = chat::Options { effort: Some(self.effort) };
+        let prompt = self.template.render(&conversation, &options)?;
+        let prompt_tokens = prompt.len();
+        let params = engine::sampling(&self.args.sampling, None);
+        let handle = match self.engine.submit(Request::tokens(prompt, params)) {
+            Ok(handle) => handle,
+            // The fault is this turn's: the talk goes on without it.
+            Err(error) => {
+                eprintln!("{error}; /reset starts again");
+                self.turns.pop();
+                return Ok(());
+            }
+        };
+        let tokenizer = engine::tokenizer(self.engine)?;
+        let mut speech = Speech::new(tokenizer, self.effort.thinks());
+        let mut printer = Printer::new(true);
+        let (completion, _) = follow(self.engine, &handle, prompt_tokens, &mut |event| {
+            let Event::Tokens { tokens, .. } = event else { return Ok(()) };
+            tokens.iter().try_for_each(|t| {
+                let piece = speech.push(t.id);
+                printer.thinking(&piece.thinking)?;
+                printer.answer(&piece.answer)
+            })
+        })?;
+        let rest = speech.finish();
+        printer.answer(&rest.answer)?;
+        printer.end()?;
+        if completion.reason == Some(FinishReason::Length) {
+            eprintln!("(cut off: the sequence is full, or --max-tokens was reached)");
+        }
+        let thinking = Some(speech.thinking).filter(|t| !t.is_empty());
+        let content = speech.answer.trim_start().to_owned();
+        self.turns.push(Turn { role: "assistant", content, reasoning_content: thinking });
+        Ok(())
+    }
+}
+
+/// Where the input history is kept.
+fn history_file() -> Option<PathBuf> {
+    Some(dirs::data_local_dir()?.join("deepinfer").join("chat_history"))
+}

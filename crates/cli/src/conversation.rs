@@ -1,0 +1,216 @@
+//! Conversations and tool calls in JSON, as OpenAI's chat format writes them.
+
+use deepinfer::chat::{self, InputMessage, ToolCall, ToolDefinition};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A message.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Message {
+    role: String,
+    #[serde(default)]
+    content: Content,
+    #[serde(default, alias = "reasoning")]
+    reasoning_content: Option<String>,
+    #[serde(default)]
+    tool_calls: Vec<Call>,
+    #[serde(default)]
+    tool_call_id: Option<String>,
+    #[serde(default)]
+    #[allow(dead_code, reason = "accepted, without influence on the prompt")]
+    name: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<ContentPart>),
+    #[default]
+    None,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct ContentPart {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    text: String,
+}
+
+/// A tool call: OpenAI's form, or name and arguments alone.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+enum Call {
+    Nested {
+        #[serde(default)]
+        id: String,
+        function: Function,
+    },
+    Flat {
+        #[serde(default)]
+        id: String,
+        name: String,
+        arguments: Value,
+    },
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Function {
+    name: String,
+    arguments: String,
+}
+
+/// A tool: OpenAI's form, or the function alone.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Tool {
+    /// `{"type": "function", "function": {...}}`.
+    Nested {
+        /// The function.
+        function: ToolFunction,
+    },
+    /// The function.
+    Flat(ToolFunction),
+}
+
+/// A function that a model may call.
+#[derive(Clone, Debug, Deserialize)]
+pub struct ToolFunction {
+    name: String,
+    #[serde(default)]
+    description: Option<String>,
+    #[serde(default)]
+    parameters: Value,
+}
+
+/// Turns messages into those of the prompt renderer. The error says what cannot be taken.
+pub fn messages(list: Vec<Message>) -> Result<Vec<InputMessage>, String> {
+    if list.is_empty() {
+        return Err("messages is empty; give at least one".into());
+    }
+    list.into_iter().map(message).collect()
+}
+
+fn message(m: Message) -> Result<InputMessage, String> {
+    let text = match m.content {
+        Content::Text(text) => text,
+        Content::None => String::new(),
+        Content::Parts(parts) => {
+            if let Some(other) = parts.iter().find(|p| p.kind != "text") {
+                return Err(format!(
+                    "content of type {:?} is not supported; give text",
+                    other.kind
+                ));
+            }
+            parts.into_iter().map(|p| p.text).collect()
+        }
+    };
+    Ok(match m.role.as_str() {
+        "system" | "developer" => chat::system(text),
+        "user" => chat::user(text),
+        "tool" => chat::tool_result(m.tool_call_id.unwrap_or_default(), text),
+        "assistant" => {
+            let calls = m.tool_calls.into_iter().map(|call| match call {
+                Call::Nested { id, function } => {
+                    ToolCall { id, name: function.name, arguments: function.arguments }
+                }
+                Call::Flat { id, name, arguments } => {
+                    ToolCall { id, name, arguments: arguments.to_string() }
+                }
+            });
+            let calls: Vec<ToolCall> = calls.collect();
+            InputMessage::Assistant {
+                content: text,
+                reasoning_content: m.reasoning_content,
+                tool_calls: (!calls.is_empty()).then_some(calls),
+                prefix: false,
+            }
+        }
+        other => return Err(format!("role {other:?}: expected system, user, assistant or tool")),
+    })
+}
+
+/// Turns tools into those of the prompt renderer.
+pub fn tools(list: Vec<Tool>) -> Vec<ToolDefinition> {
+    list.into_iter()
+        .map(|tool| {
+            let (Tool::Nested { function } | Tool::Flat(function)) = tool;
+            ToolDefinition {
+                name: function.name,
+                description: function.description,
+                parameters: function.parameters,
+                strict: None,
+                defer_loading: false,
+            }
+        })
+        .collect()
+}
+
+/// A tool call that a model wrote.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Made {
+    /// Name of the tool.
+    pub name: String,
+    /// Its arguments.
+    pub arguments: serde_json::Map<String, Value>,
+}
+
+/// Reads the tool calls at the end of an answer (V4.1's DSML, with or without its special token).
+/// Returns the text before them; `None` if there are none, or they are not well formed.
+pub fn tool_calls(answer: &str) -> Option<(&str, Vec<Made>)> {
+    const INVOKE: &str = "invoke name=\"";
+    const PARAMETER: &str = "parameter name=\"";
+    let first = answer.find(INVOKE)?;
+    let start = answer[..first].rfind("calls>")?;
+    let before = answer[..start].rfind('<')?;
+    let mut calls = Vec::new();
+    for block in answer[first..].split(INVOKE).skip(1) {
+        let (name, rest) = block.split_once("\">")?;
+        let mut arguments = serde_json::Map::new();
+        for parameter in rest.split(PARAMETER).skip(1) {
+            let (key, rest) = parameter.split_once('"')?;
+            let (kind, rest) = rest.strip_prefix(" string=\"")?.split_once("\">")?;
+            let end = rest.find("</")?;
+            let value = match kind {
+                "true" => Value::String(rest[..end].to_owned()),
+                _ => serde_json::from_str(&rest[..end]).ok()?,
+            };
+            arguments.insert(key.to_owned(), value);
+        }
+        calls.push(Made { name: name.to_owned(), arguments });
+    }
+    Some((answer[..before].trim_end(), calls))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tool_calls_are_read_back() {
+        let text = "Well.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"set_timer\">\n\
+                    <｜DSML｜ parameter name=\"minutes\" string=\"false\">74</｜DSML｜ parameter>\n\
+                    <｜DSML｜ parameter name=\"label\" string=\"true\">tea</｜DSML｜ parameter>\n\
+                    </｜DSML｜ invoke>\n</｜DSML｜ calls>";
+        let (before, calls) = tool_calls(text).expect("a call");
+        assert_eq!(before, "Well.");
+        assert_eq!(calls.len(), 1);
+        assert_eq!(calls[0].name, "set_timer");
+        assert_eq!(calls[0].arguments["minutes"], 74);
+        assert_eq!(calls[0].arguments["label"], "tea");
+        assert_eq!(tool_calls("no calls here"), None);
+    }
+
+    #[test]
+    fn messages_are_refused_by_name() {
+        let parse = |json: &str| serde_json::from_str::<Message>(json);
+        let image = r#"{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}"#;
+        let error = messages(vec![parse(image).expect("it is JSON")]).expect_err("is refused");
+        assert!(error.contains("image_url"), "{error}");
+        assert!(parse(r#"{"role": "user", "content": "a", "colour": 1}"#).is_err());
+        let role = parse(r#"{"role": "king", "content": "a"}"#).expect("it is JSON");
+        assert!(messages(vec![role]).expect_err("is refused").contains("king"));
+    }
+}

@@ -1,0 +1,203 @@
+//! `deepinfer eval`: the demo model's tasks.
+
+mod drafts;
+mod tasks;
+
+use crate::args::{Eval, Suite};
+use crate::failure::{Failure, Outcome};
+use crate::speech::Speech;
+use crate::{conversation, demo, engine, open, text};
+use anyhow::Context;
+use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
+use deepinfer::engine::{DraftMode, EngineConfig};
+use deepinfer::request::{Request, SamplingParams};
+use deepinfer::tokenizer::Tokenizer;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use tasks::{Item, Score};
+
+/// What was found.
+#[derive(Serialize)]
+struct Report {
+    suite: &'static str,
+    tasks: Vec<TaskScore>,
+    /// Drafts accepted a block, on the model's own text.
+    mean_accepted: Option<f64>,
+    /// Expected calibration error of the confidences, over ten bins.
+    confidence_error: Option<f64>,
+    /// Tasks that were not run, and why.
+    not_run: BTreeMap<String, &'static str>,
+}
+
+#[derive(Serialize)]
+struct TaskScore {
+    name: String,
+    n: usize,
+    correct: usize,
+    accuracy: f64,
+}
+
+/// Runs the tasks and prints how many answers were right.
+pub fn run(args: &Eval) -> Outcome {
+    let mut items = match &args.tasks {
+        Some(folder) => tasks::read_folder(folder)?,
+        None if demo::TASKS.is_empty() => {
+            return Err(Failure::Usage(
+                "this program was built without tasks; give their folder with --tasks DIR".into(),
+            ));
+        }
+        None => tasks::read_embedded(demo::TASKS)?,
+    };
+    if args.suite == Suite::Quick {
+        items.retain(|item| item.quick);
+    }
+    let mut not_run = BTreeMap::new();
+    items.retain(|item| {
+        let image = item.has_image();
+        if image {
+            not_run.insert(item.task.clone(), "images are not supported yet");
+        }
+        !image
+    });
+    if items.is_empty() {
+        return Err(Failure::Usage("there is no task to run".into()));
+    }
+    let config = EngineConfig {
+        cache_format: args.run.kv.into(),
+        threads: args.run.threads.map(NonZeroUsize::get),
+        draft: DraftMode::Off,
+        kv_tokens: 1 << 17,
+        ..EngineConfig::default()
+    };
+    let engine = engine::start(&args.model, &config)?;
+    let tokenizer = engine::tokenizer(&engine)?;
+    let template = ChatTemplate::new(tokenizer)?;
+    let mut requests = Vec::new();
+    for item in &items {
+        let prompt = prompt(&template, item).with_context(|| format!("task {}", item.id))?;
+        let params =
+            SamplingParams { max_tokens: Some(item.max_tokens), ..SamplingParams::greedy() };
+        requests.push(Request::tokens(prompt, params));
+    }
+    let prompts: Vec<_> = requests.iter().map(|r| r.prompt.clone()).collect();
+    let bar = open::bar("evaluating", items.len());
+    let results = engine.generate(requests, |p| bar.set_position(p.done as u64));
+    bar.finish_and_clear();
+    let mut scores: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+    let mut texts = Vec::new();
+    for ((item, result), prompt) in items.iter().zip(results).zip(prompts) {
+        let completion = result.with_context(|| format!("task {}", item.id))?;
+        let ids = completion.ids();
+        if item.draws_text()
+            && let deepinfer::request::Prompt::Tokens(prompt) = prompt
+        {
+            texts.push((prompt, ids.clone()));
+        }
+        if item.score == Score::None {
+            continue;
+        }
+        let entry = scores.entry(item.task.clone()).or_default();
+        entry.0 += 1;
+        entry.1 += usize::from(is_right(tokenizer, item, &ids));
+    }
+    drop(engine);
+    let drafts = drafts::measure(args, &texts)?;
+    let tasks = scores
+        .into_iter()
+        .map(|(name, (n, correct))| TaskScore {
+            name,
+            n,
+            correct,
+            accuracy: correct as f64 / n as f64,
+        })
+        .collect();
+    let report = Report {
+        suite: match args.suite {
+            Suite::Quick => "quick",
+            Suite::Full => "full",
+        },
+        tasks,
+        mean_accepted: drafts.as_ref().map(|d| d.mean_accepted),
+        confidence_error: drafts.as_ref().map(|d| d.confidence_error),
+        not_run,
+    };
+    if args.json {
+        text::json(&report)?
+    } else {
+        print(&report)?
+    }
+    Ok(())
+}
+
+fn effort(item: &Item) -> Outcome<Effort> {
+    if !item.thinking {
+        return Ok(Effort::NONE);
+    }
+    let name = item.effort.as_deref().unwrap_or("high");
+    Ok(name.parse::<Effort>()?)
+}
+
+fn prompt(template: &ChatTemplate<'_>, item: &Item) -> anyhow::Result<Vec<u32>> {
+    let messages =
+        conversation::messages(item.messages.clone()).map_err(|reason| anyhow::anyhow!(reason))?;
+    let conversation = Conversation {
+        messages,
+        tools: conversation::tools(item.tools.clone()),
+        response_format: match item.response_format.as_deref() {
+            Some("json_object") => ResponseFormat::JsonObject,
+            _ => ResponseFormat::Text,
+        },
+        ..Conversation::default()
+    };
+    let effort = match effort(item) {
+        Ok(effort) => effort,
+        Err(_) => anyhow::bail!("effort {:?} is unknown", item.effort),
+    };
+    Ok(template.render(&conversation, &chat::Options { effort: Some(effort) })?)
+}
+
+/// Whether the answer (what follows the thinking) is the expected one and ends.
+fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32]) -> bool {
+    let Some((&last, ids)) = ids.split_last() else { return false };
+    if tokenizer.eos() != Some(last) {
+        return false;
+    }
+    let mut speech = Speech::new(tokenizer, item.thinking);
+    ids.iter().for_each(|&id| {
+        speech.push(id);
+    });
+    speech.finish();
+    let answer = speech.answer.trim();
+    match item.score {
+        Score::None => true,
+        Score::Exact => item.expected.as_str() == Some(answer),
+        Score::Json => {
+            let parse = |text: &str| serde_json::from_str::<serde_json::Value>(text).ok();
+            let expected = item.expected.as_str().and_then(parse);
+            expected.is_some() && parse(answer) == expected
+        }
+        Score::ToolCall => {
+            let expected = serde_json::from_value::<conversation::Made>(item.expected.clone()).ok();
+            let made = conversation::tool_calls(answer);
+            made.is_some_and(|(_, calls)| calls.len() == 1 && calls.first() == expected.as_ref())
+        }
+    }
+}
+
+fn print(report: &Report) -> std::io::Result<()> {
+    let head = ["task", "n", "correct", "accuracy"].map(str::to_owned).to_vec();
+    let mut rows = vec![head];
+    for t in &report.tasks {
+        let percent = format!("{:.1}%", 100.0 * t.accuracy);
+        rows.push(vec![t.name.clone(), t.n.to_string(), t.correct.to_string(), percent]);
+    }
+    text::table(&rows)?;
+    if let (Some(accepted), Some(error)) = (report.mean_accepted, report.confidence_error) {
+        println!("\ndrafts accepted a block: {accepted:.2}; confidence error: {error:.3}");
+    }
+    for (task, reason) in &report.not_run {
+        println!("{task}: not run, {reason}");
+    }
+    Ok(())
+}
