@@ -24,7 +24,7 @@ struct Report {
     tasks: Vec<TaskScore>,
     /// Drafts accepted a block, on the model's own text.
     mean_accepted: Option<f64>,
-    /// Expected calibration error of the confidences, over ten bins.
+    /// Distance between the mean confidence and the share of accepted drafts.
     confidence_error: Option<f64>,
     /// Tasks that were not run, and why.
     not_run: BTreeMap<String, &'static str>,
@@ -180,7 +180,9 @@ fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32]) -> bool {
         Score::ToolCall => {
             let expected = serde_json::from_value::<conversation::Made>(item.expected.clone()).ok();
             let made = conversation::tool_calls(answer);
-            made.is_some_and(|(_, calls)| calls.len() == 1 && calls.first() == expected.as_ref())
+            made.is_some_and(|(before, calls)| {
+                before.is_empty() && calls.len() == 1 && calls.first() == expected.as_ref()
+            })
         }
     }
 }

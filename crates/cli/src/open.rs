@@ -18,7 +18,6 @@ use std::sync::Arc;
 pub struct Loaded {
     pub device: Arc<Cpu>,
     pub model: Arc<Model<Cpu>>,
-    pub tokenizer: Arc<Tokenizer>,
 }
 
 /// Where the model comes from.
@@ -50,7 +49,7 @@ pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded>
     let mut checkpoint = checkpoint(args)?;
     let place = checkpoint.source().place();
     let mut load = || -> anyhow::Result<Loaded> {
-        let tokenizer = Arc::new(Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?);
+        let tokenizer = Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?;
         let device = Arc::new(Cpu::new(threads.map(NonZeroUsize::get))?);
         let bar = bar("loading", 0);
         let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
@@ -59,7 +58,7 @@ pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded>
             bar.set_position(done as u64);
         })?;
         bar.finish_and_clear();
-        Ok(Loaded { device, model: Arc::new(model), tokenizer })
+        Ok(Loaded { device, model: Arc::new(model) })
     };
     Ok(load().with_context(|| format!("cannot load {place}"))?)
 }

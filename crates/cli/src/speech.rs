@@ -59,11 +59,6 @@ impl<'a> Speech<'a> {
         self.add(text)
     }
 
-    /// Whether the thinking part goes on.
-    pub fn is_thinking(&self) -> bool {
-        self.thinks
-    }
-
     fn add(&mut self, text: String) -> Piece {
         let mut piece = Piece::default();
         if self.thinks {

@@ -115,8 +115,8 @@ impl Validator for Rules {
 }
 
 fn is_finished(input: &str) -> bool {
-    let quotes = input.trim_start().starts_with(QUOTES);
-    !input.ends_with('\\') && !(quotes && input.matches(QUOTES).count() < 2)
+    let in_block = input.trim_start().starts_with(QUOTES) && input.matches(QUOTES).count() < 2;
+    !input.ends_with('\\') && !in_block
 }
 
 impl Completer for Rules {

@@ -1,0 +1,236 @@
+//! The program as its users see it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn testdata(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata").join(name)
+}
+
+fn run(args: &[&str]) -> Output {
+    let program = env!("CARGO_BIN_EXE_deepinfer");
+    Command::new(program).args(args).output().expect("the program starts")
+}
+
+fn json(output: &Output) -> serde_json::Value {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("standard output is JSON")
+}
+
+fn tiny() -> String {
+    testdata("tiny-a").display().to_string()
+}
+
+#[test]
+fn generate_gives_the_reference_tokens_drafted_or_not_on_any_threads() {
+    let reference = std::fs::read(testdata("tiny-a/reference.json")).expect("it is there");
+    let reference: serde_json::Value = serde_json::from_slice(&reference).expect("it is JSON");
+    let prompt = &reference["prompts"][0];
+    let ids: Vec<String> =
+        prompt["ids"].as_array().expect("ids").iter().map(ToString::to_string).collect();
+    for (threads, draft) in [("1", "off"), ("2", "auto"), ("2", "3")] {
+        let output = run(&[
+            "generate",
+            "--model",
+            &tiny(),
+            "--token-ids",
+            &ids.join(","),
+            "--max-tokens",
+            "8",
+            "--kv",
+            "exact",
+            "--ignore-eos",
+            "--threads",
+            threads,
+            "--draft",
+            draft,
+            "--json",
+        ]);
+        let expected = &prompt["f32"]["greedy"].as_array().expect("tokens")[..8];
+        assert_eq!(json(&output)["tokens"].as_array().expect("tokens"), expected);
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_tokens() {
+    let sample = |seed: &str| {
+        let output = run(&[
+            "generate",
+            "--model",
+            &tiny(),
+            "--prompt",
+            "Some text",
+            "--temperature",
+            "1",
+            "--seed",
+            seed,
+            "--max-tokens",
+            "16",
+            "--json",
+        ]);
+        json(&output)["tokens"].clone()
+    };
+    assert_eq!(sample("5"), sample("5"));
+    assert_ne!(sample("5"), sample("6"));
+}
+
+#[test]
+fn verify_passes_and_fails_with_its_exit_code() {
+    let passing = run(&["verify", "--model", &tiny(), "--reference", &tiny(), "--json"]);
+    let report = json(&passing);
+    assert_eq!(report["passed"], true);
+    assert!(report["checks"].as_array().expect("lines").len() > 50);
+
+    // The same weights, another factor.
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = std::fs::read_to_string(testdata("tiny-a/config.json")).expect("it is there");
+    for entry in std::fs::read_dir(testdata("tiny-a")).expect("it is there") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().expect("a name");
+        std::fs::copy(&path, folder.path().join(name)).expect("it copies");
+    }
+    let changed =
+        config.replace("\"routed_scaling_factor\": 1.5", "\"routed_scaling_factor\": 1.4");
+    assert_ne!(config, changed);
+    std::fs::write(folder.path().join("config.json"), changed).expect("it writes");
+    let model = folder.path().display().to_string();
+    let failing = run(&["verify", "--model", &model, "--reference", &tiny(), "--kv", "exact"]);
+    assert_eq!(failing.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&failing.stdout);
+    assert!(text.contains("FAIL") && text.contains("first at layer 0"), "{text}");
+}
+
+#[test]
+fn wrong_command_lines_say_what_to_do() {
+    for (args, expected) in [
+        (&["generate", "--model", "/nonexistent", "--prompt", "a"][..], "no such folder"),
+        (&["generate", "--model", &tiny()], "--prompt"),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--draft", "99"], "99"),
+        (&["generate", "--model", &tiny(), "--token-ids", "99999"], "99999"),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--top-p", "7"], "top_p"),
+        (&["synth", "--out", "/tmp/x", "--preset", "huge"], "huge"),
+        (&["plan", "--model", &tiny(), "--memory", "much"], "much"),
+        (&["frobnicate"], "frobnicate"),
+    ] {
+        let output = run(args);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {text}");
+        assert!(text.contains(expected), "{args:?}: {text}");
+    }
+}
+
+#[test]
+fn a_plan_that_does_not_fit_fails_with_the_numbers() {
+    let output = run(&["plan", "--model", &tiny(), "--memory", "1MB"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("1000000"));
+    let fits = run(&["plan", "--model", &tiny(), "--memory", "64GB", "--json"]);
+    assert_eq!(json(&fits)["fits"], true);
+}
+
+#[test]
+fn inspect_accounts_for_every_byte() {
+    let contents = json(&run(&["inspect", "--model", &tiny(), "--json", "--tensors"]));
+    let sum = |list: &str| {
+        let items = contents[list].as_array().expect("a list");
+        items.iter().map(|i| i["bytes"].as_u64().expect("bytes")).sum::<u64>()
+    };
+    assert_eq!(sum("parts"), contents["bytes"].as_u64().expect("bytes"));
+    assert_eq!(sum("list"), contents["bytes"].as_u64().expect("bytes"));
+}
+
+#[test]
+fn synth_writes_what_generate_reads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("model").display().to_string();
+    assert!(run(&["synth", "--out", &out, "--preset", "tiny", "--seed", "3"]).status.success());
+    let args = ["generate", "--model", &out, "--prompt", "text", "--max-tokens", "3", "--json"];
+    let output = json(&run(&args));
+    assert!(output["output_tokens"].as_u64().is_some_and(|n| n > 0));
+    // A folder that holds something is left alone.
+    let again = run(&["synth", "--out", &out]);
+    assert_eq!(again.status.code(), Some(2));
+}
+
+#[test]
+fn a_batch_goes_on_where_it_ended() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let line = |id: &str, body: &str| {
+        format!(
+            "{{\"custom_id\":\"{id}\",\"method\":\"POST\",\"url\":\"/v1/completions\",\
+             \"body\":{body}}}\n"
+        )
+    };
+    let body = r#"{"prompt":"text","max_tokens":4,"temperature":0}"#;
+    let input = line("a", body) + &line("b", body) + &line("c", r#"{"prompt":"x","suffix":"y"}"#);
+    std::fs::write(path("in"), input).expect("it writes");
+    let batch = || run(&["batch", "--model", &tiny(), &path("in"), &path("out")]);
+    let first = batch();
+    assert_eq!(first.status.code(), Some(1), "one request is refused");
+    let text = std::fs::read_to_string(path("out")).expect("answers");
+    assert_eq!(text.lines().count(), 3);
+    assert!(text.contains("body.suffix"));
+
+    // A crash in the middle of the last line.
+    std::fs::write(path("out"), &text[..text.len() - 20]).expect("it writes");
+    let second = batch();
+    let resumed = std::fs::read_to_string(path("out")).expect("answers");
+    assert_eq!(resumed.lines().count(), 3, "{}", String::from_utf8_lossy(&second.stderr));
+    let answers = |text: &str| {
+        let parse = |l: &str| serde_json::from_str::<serde_json::Value>(l).expect("whole lines");
+        let mut list: Vec<String> = text
+            .lines()
+            .map(parse)
+            .map(|v| format!("{} {}", v["custom_id"], v["response"]["body"]["choices"][0]["text"]))
+            .collect();
+        list.sort();
+        list
+    };
+    assert_eq!(answers(&text), answers(&resumed));
+}
+
+#[test]
+fn bench_reports_every_figure() {
+    let output = run(&[
+        "bench",
+        "--model",
+        &tiny(),
+        "--prompt-tokens",
+        "16",
+        "--new-tokens",
+        "2",
+        "--batch",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+    ]);
+    let report = json(&output);
+    for key in [
+        "prefill_tokens_per_s",
+        "prefill_gflop_per_s",
+        "gemm_gflop_per_s",
+        "prefill_share_of_gemm",
+        "decode_tokens_per_s",
+        "decode_bytes_per_token",
+        "decode_gb_per_s",
+        "memory_read_gb_per_s",
+        "decode_share_of_memory_read",
+        "fp8_share_of_memory_read",
+        "fp4_share_of_memory_read",
+        "peak_private_mb",
+    ] {
+        assert!(report[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {}", report[key]);
+    }
+}
+
+#[test]
+fn completions_and_man_pages_are_written() {
+    let script = run(&["completions", "bash"]);
+    assert!(String::from_utf8_lossy(&script.stdout).contains("deepinfer"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().display().to_string();
+    assert!(run(&["man", "--out", &out]).status.success());
+    assert!(folder.path().join("deepinfer-verify.1").exists());
+}
