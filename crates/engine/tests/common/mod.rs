@@ -20,7 +20,7 @@ pub fn testdata(name: &str) -> PathBuf {
 pub fn load(folder: &Path, threads: usize) -> (Arc<Cpu>, Arc<Model<Cpu>>) {
     let cpu = Cpu::new(Some(threads)).expect("threads start");
     let mut checkpoint = Checkpoint::open(Source::directory(folder)).expect("the checkpoint opens");
-    let tokenizer = Tokenizer::from_bytes(&checkpoint.tokenizer_json().expect("tokenizer"))
+    let tokenizer = Tokenizer::from_bytes(checkpoint.tokenizer_json().expect("tokenizer"))
         .expect("the tokenizer loads");
     let engram = Engram::new(&checkpoint.config().text_config, &tokenizer).expect("token map");
     let model = Model::load(&cpu, &mut checkpoint, engram, &mut |_, _| {}).expect("it loads");
