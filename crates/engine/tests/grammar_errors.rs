@@ -280,6 +280,14 @@ fn limits() {
     }
 }
 
+/// A sum that overflows inside the library is an error, never another grammar.
+#[test]
+fn overflows_are_errors() {
+    let schema =
+        json!({"type": "integer", "allOf": [{"multipleOf": 70001}, {"multipleOf": 70003}]});
+    assert!(matches!(refusal(schema), CompileError::Fault { .. }));
+}
+
 #[test]
 fn time_runs_out() {
     let limits = CompilerLimits { time: Duration::ZERO, ..Default::default() };

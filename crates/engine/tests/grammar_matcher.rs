@@ -328,6 +328,21 @@ fn thinking_ends_at_a_budget() {
     assert_eq!(matcher.validate(&byte_tokens("{}")), Ok(2));
 }
 
+/// Masks may be computed on a worker thread.
+#[test]
+fn matchers_move_between_threads() {
+    let mut matcher = SMALL.matcher(GrammarSpec::Regex("ab".into()));
+    matcher.accept(b'a'.into()).unwrap();
+    let (mut matcher, found) = std::thread::spawn(move || {
+        let found = allowed(&mask(&mut matcher, &SMALL.vocabulary));
+        (matcher, found)
+    })
+    .join()
+    .unwrap();
+    assert!(found.contains(&b'b'.into()));
+    matcher.accept(b'b'.into()).unwrap();
+}
+
 /// A matcher that is rebuilt from the tokens goes on as the one that was dropped.
 #[test]
 fn rebuilt_from_its_tokens() {
