@@ -1,14 +1,19 @@
 //! How decoding and prefilling share the device's time.
 //!
 //! Time is shared, not tokens. A step that also reads prompts takes longer than one that only
-//! decodes; the difference is a debt that steps which only decode pay off before the next prompt
-//! rows run. So running requests keep at least half their rate, and prompts get half the time.
+//! decodes; the difference is a debt, which the time of decoding pays off before the next prompt
+//! rows run. So running requests keep half their rate, and prompts get nearly half the time.
 
 /// Weight of a new measurement in an average.
 const FRESH: f64 = 0.2;
 
-/// Longest time that prompt rows may add to one step beside decoding ones, in seconds.
-const LONGEST_STALL: f64 = 0.5;
+/// Longest time that prompt rows may add to one step beside decoding ones, in seconds; that of a
+/// step which only decodes, if it is longer.
+const LONGEST_STALL: f64 = 0.2;
+
+/// What decoding gets back for a second lost: a little more than it, so that it keeps half its rate
+/// over short times too.
+const INTEREST: f64 = 1.1;
 
 /// Most that decoding may be owed when a short prompt is let in all the same, in seconds.
 const NEWCOMER_DEBT: f64 = 1.0;
@@ -42,7 +47,8 @@ impl TimeShares {
     pub fn most_rows(&self, decoding: usize) -> usize {
         match self.row_seconds {
             Some(row) if decoding > 0 && row > 0.0 => {
-                ((LONGEST_STALL / row) as usize).max(FEWEST_ROWS)
+                let stall = LONGEST_STALL.max(self.decode_seconds.unwrap_or(0.0));
+                ((stall / row) as usize).max(FEWEST_ROWS)
             }
             _ => usize::MAX,
         }
@@ -54,10 +60,8 @@ impl TimeShares {
             self.debt = 0.0;
             return 0.0;
         }
-        let charge = match prompt_rows {
-            0 => -self.decode_seconds.unwrap_or(0.0).min(self.debt),
-            rows => rows as f64 * self.row_seconds.unwrap_or(0.0),
-        };
+        let prompts = prompt_rows as f64 * self.row_seconds.unwrap_or(0.0);
+        let charge = prompts * INTEREST - self.decode_seconds.unwrap_or(0.0);
         self.debt += charge;
         charge
     }
@@ -66,15 +70,20 @@ impl TimeShares {
     pub fn measured(&mut self, prompt_rows: usize, decode_rows: usize, charge: f64, seconds: f64) {
         if prompt_rows == 0 {
             average(&mut self.decode_seconds, seconds);
-            self.debt = (self.debt - charge - seconds).max(0.0);
+            self.settle(-charge - seconds);
             return;
         }
         let alone = if decode_rows > 0 { self.decode_seconds.unwrap_or(0.0) } else { 0.0 };
         let added = (seconds - alone).max(0.0);
         average(&mut self.row_seconds, added / prompt_rows as f64);
         if decode_rows > 0 {
-            self.debt = (self.debt - charge + added).max(0.0);
+            self.settle(added * INTEREST - alone - charge);
         }
+    }
+
+    /// Changes the debt. At most one step is paid in advance.
+    fn settle(&mut self, change: f64) {
+        self.debt = (self.debt + change).max(-self.decode_seconds.unwrap_or(0.0));
     }
 }
 
