@@ -8,109 +8,29 @@
 
 mod compare;
 mod drafts;
+mod error;
 mod force;
 mod record;
 mod reference;
 mod report;
 mod run;
 mod tolerance;
+mod vision;
 
+pub use error::VerifyError;
 pub use reference::{Continuation, DraftBlock, Index, Prompt, Reference, VisionPrompt};
 pub use report::{Check, Report, Status};
 
 use crate::cache::CacheFormat;
 use crate::model::Model;
-use crate::plan::IMAGE;
 use compare::Pass;
-use deepinfer_device::{Device, DeviceError, RowFormat};
+use deepinfer_device::{Device, RowFormat};
 use force::{Excused, Forced, Forcer};
 use record::Recorder;
 use report::Tally;
 use run::{Runner, argmax};
-use std::path::PathBuf;
 use std::sync::Arc;
 use tolerance::Tolerances;
-
-/// Why a comparison could not be made. That numbers differ is no error: see [`Report`].
-#[derive(Debug, thiserror::Error)]
-pub enum VerifyError {
-    /// A file could not be read.
-    #[error("{path}: {source}; a reference folder holds reference.json and reference.safetensors")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// `reference.json` is not as expected.
-    #[error("{path}: {source}")]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// `reference.safetensors` is damaged.
-    #[error("{path}: {source}")]
-    Tensors {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: safetensors::SafeTensorError,
-    },
-    /// A tensor that goes with another one is not there.
-    #[error("{path}: tensor {name} is missing")]
-    Missing {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-    },
-    /// A tensor has another shape than the checkpoint gives.
-    #[error(
-        "reference tensor {name} has shape {found:?}, the checkpoint gives {expected:?}: they do \
-         not belong together"
-    )]
-    Shape {
-        /// The tensor.
-        name: String,
-        /// Its shape.
-        found: Vec<usize>,
-        /// What the checkpoint gives.
-        expected: Vec<usize>,
-    },
-    /// A tensor has an unexpected element type.
-    #[error("reference tensor {name} has type {found}, expected {expected}")]
-    Dtype {
-        /// The tensor.
-        name: String,
-        /// Its type.
-        found: String,
-        /// What would do.
-        expected: &'static str,
-    },
-    /// A tensor of a layer that the checkpoint lacks.
-    #[error(
-        "reference tensor {name}: the checkpoint has {layers} layers; they do not belong together"
-    )]
-    Layer {
-        /// The tensor.
-        name: String,
-        /// Layers of the checkpoint.
-        layers: usize,
-    },
-    /// A prompt cannot be run.
-    #[error("prompt {name} of the reference: {reason}")]
-    Prompt {
-        /// Its name.
-        name: String,
-        /// Why not.
-        reason: String,
-    },
-    /// The device failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-}
 
 /// Which half of a reference is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -413,88 +333,6 @@ impl<D: Device> Verifier<'_, D> {
         Ok(())
     }
 
-    fn vision(
-        &mut self,
-        runner: &mut Runner<D>,
-        variant: Variant,
-        k: usize,
-        forced_only: bool,
-    ) -> Result<(), VerifyError> {
-        let prompt = &self.reference.index.vision[k];
-        let (name, rows) = (format!("vision.{k}"), prompt.ids.len());
-        self.check_prompt(&name, &prompt.ids)?;
-        self.same_ids(&name, &format!("{name}.ids"), &prompt.ids)?;
-        let text = &self.model.config.text_config;
-        let tensor = format!("{name}.embeddings");
-        let mut pass = Pass {
-            reference: self.reference,
-            config: text,
-            variant: variant.name(),
-            prompt: name.clone(),
-            prefix: format!("{name}.{}", variant.name()),
-            rows,
-            stream_positions: (0..rows).collect(),
-            limit: rows,
-            tolerances: Tolerances::free(variant),
-            excused: Excused::new(),
-        };
-        let missing = match self.model.config.image_token_id {
-            None => Some("the checkpoint has no image token"),
-            Some(_) if !self.reference.contains(&tensor) => {
-                Some("the reference has no input embeddings for it")
-            }
-            Some(_) => None,
-        };
-        if let Some(reason) = missing {
-            let mut tally = pass.sets("prompt");
-            tally.note(reason);
-            self.report.checks.push(tally.check());
-            return Ok(());
-        }
-        let embeddings = self.reference.floats(&tensor, &[rows, text.hidden_size])?;
-        let image_token = self.model.config.image_token_id;
-        let is_image = |p: &usize| Some(prompt.ids[*p]) == image_token;
-        let image: Vec<f32> = (0..rows)
-            .filter(is_image)
-            .flat_map(|p| &embeddings[p * text.hidden_size..][..text.hidden_size])
-            .copied()
-            .collect();
-        let ids: Vec<u32> =
-            (0..rows).map(|p| if is_image(&p) { IMAGE } else { prompt.ids[p] }).collect();
-        self.image_positions(&name, &prompt.ids)?;
-        let empty = Continuation::default();
-        if forced_only {
-            pass.variant = variant.forced_name();
-            pass.tolerances = Tolerances::forced(variant, self.device.exact_rows());
-            return self.forced(runner, pass, &ids, image, &empty);
-        }
-        let mut recorder = Recorder::new(text);
-        runner.restart();
-        let logits = runner.run(&ids, image, &mut recorder)?;
-        let hashes = format!("{name}.engram_hash");
-        self.hashes(runner, &name, &hashes, rows)?;
-        let mut start = pass.numbers("embeddings", 0.0);
-        start
-            .floats(&recorder.start, &embeddings, |i| format!("position {}", i / text.hidden_size));
-        self.report.checks.push(start.check());
-        let published = |layer, keys| Ok(runner.published(layer, keys, rows)?);
-        pass.compare(&recorder, &published, &logits, &mut self.report.checks)?;
-        let next = match variant {
-            Variant::F32 => prompt.f32.as_ref(),
-            Variant::Quantized => prompt.quantized.as_ref(),
-        };
-        let mut greedy = pass.sets("greedy");
-        match next.and_then(|n| n.next_token) {
-            Some(token) => {
-                let own = argmax(&logits[(rows - 1) * text.vocab_size..]);
-                greedy.equal(own == token, || format!("next token: {own} instead of {token}"));
-            }
-            None => greedy.note("not in the reference"),
-        }
-        self.report.checks.push(greedy.check());
-        Ok(())
-    }
-
     fn same_ids(&mut self, name: &str, tensor: &str, ids: &[u32]) -> Result<(), VerifyError> {
         if self.reference.contains(tensor) {
             let other = self.reference.integers(tensor, &[ids.len()])?;
@@ -506,23 +344,6 @@ impl<D: Device> Verifier<'_, D> {
                 });
             }
         }
-        Ok(())
-    }
-
-    /// Image positions are those that hold the image token.
-    fn image_positions(&mut self, name: &str, ids: &[u32]) -> Result<(), VerifyError> {
-        let tensor = format!("{name}.token_types");
-        let done = |c: &Check| c.quantity == "image_positions" && c.prompt == name;
-        if !self.reference.contains(&tensor) || self.report.checks.iter().any(done) {
-            return Ok(());
-        }
-        let mut tally = Tally::sets("-", name, "image_positions");
-        let types = self.reference.integers(&tensor, &[ids.len()])?;
-        for (p, (&id, kind)) in ids.iter().zip(types).enumerate() {
-            let image = Some(id) == self.model.config.image_token_id;
-            tally.equal(image == (kind >= 0), || format!("position {p}: token type {kind}"));
-        }
-        self.report.checks.push(tally.check());
         Ok(())
     }
 
