@@ -33,6 +33,8 @@ pub enum Command {
     Bench(Bench),
     /// Show what a model needs of a machine, and what fits
     Plan(Plan),
+    /// Serve the model over HTTP: OpenAI's and Anthropic's protocols
+    Serve(Box<crate::serve::ServeArgs>),
     /// Serve a file of requests in OpenAI's batch format
     Batch(Batch),
     /// Run the demo model's tasks and count right answers

@@ -14,6 +14,7 @@ mod inspect;
 mod man;
 mod open;
 mod plan;
+mod serve;
 mod speech;
 mod synth;
 mod text;
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Completions { shell } => man::completions(shell),

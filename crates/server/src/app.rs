@@ -4,9 +4,12 @@ use crate::error::ApiError;
 use crate::inference::{Inference, Info};
 use crate::load::{Key, Ticket};
 use crate::metrics::{self, Metrics};
-use crate::output::Markup;
+use crate::output::{Markup, Remember};
+use crate::replay::{Marks, Memory};
+use crate::responses::store::Store;
 use crate::run::{Job, Run};
 use deepinfer::chat::Effort;
+use deepseek_recipe_core::special_tokens::SpecialToken;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -26,6 +29,10 @@ pub struct Config {
     pub max_body: usize,
     /// Longest time for a request's head, and then for its body.
     pub read_timeout: Duration,
+    /// Memory for responses that can be asked for again, in bytes.
+    pub store_bytes: usize,
+    /// Memory for the tokens of answers, in bytes; 0 keeps none.
+    pub replay_bytes: usize,
     /// Longest silence of a stream.
     pub keep_alive: Duration,
     /// Longest time without a turn of the engine's loop before it counts as dead; `None`: for ever.
@@ -54,6 +61,8 @@ impl Default for Config {
             default_effort: Effort::default(),
             max_body: 32 << 20,
             read_timeout: Duration::from_secs(30),
+            store_bytes: 64 << 20,
+            replay_bytes: 64 << 20,
             keep_alive: Duration::from_secs(10),
             stall_limit: Some(Duration::from_secs(25)),
             drain_limit: Duration::from_secs(60),
@@ -80,6 +89,10 @@ pub struct App {
     pub ready: AtomicBool,
     /// Whether no new requests are taken.
     pub draining: AtomicBool,
+    /// Responses that can be asked for again.
+    pub store: Store,
+    /// Answers as they were produced.
+    pub memory: Arc<Memory>,
     failure: watch::Sender<Option<String>>,
 }
 
@@ -90,6 +103,13 @@ pub struct Call {
     pub id: String,
     /// Who asks.
     pub key: Option<Arc<Key>>,
+}
+
+impl Call {
+    /// The name of the key that it came with.
+    pub fn owner(&self) -> Option<String> {
+        self.key.as_ref().map(|key| key.name.clone())
+    }
 }
 
 impl App {
@@ -103,10 +123,21 @@ impl App {
             started: unix_time(),
             ready: AtomicBool::new(false),
             draining: AtomicBool::new(false),
+            store: Store::new(config.store_bytes),
+            memory: Arc::new(Memory::new(config.replay_bytes)),
             failure: watch::Sender::new(None),
             config,
             inference,
         })
+    }
+
+    /// Where the tokens of answers to `scope` are kept; nowhere if the tokenizer lacks the tokens
+    /// that enclose them.
+    pub fn remember(&self, scope: String) -> Option<Remember> {
+        let token = |t: SpecialToken| self.info().tokenizer.special_id(t.default_str());
+        let marks =
+            Marks { assistant: token(SpecialToken::Assistant)?, end: token(SpecialToken::Eos)? };
+        Some(Remember { memory: self.memory.clone(), scope, marks })
     }
 
     /// The engine's constants.
@@ -170,7 +201,7 @@ impl App {
             metrics: self.metrics.clone(),
             protocol,
             id: call.id.clone(),
-            key: call.key.as_ref().map(|key| key.name.clone()),
+            key: call.owner(),
         };
         Run::start(self.inference.clone(), self.failures(), job, ticket.clone(), record)
     }
@@ -185,6 +216,11 @@ pub struct Record {
 }
 
 impl Record {
+    /// Counts tokens as they come.
+    pub fn produced(&self, n: usize) {
+        self.metrics.produce(n);
+    }
+
     /// Counts and logs a run. Texts and tokens are never logged.
     pub fn write(&self, outcome: &'static str, accounts: &crate::run::Accounts) {
         self.metrics.answer(self.protocol, outcome, accounts);

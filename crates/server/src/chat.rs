@@ -29,7 +29,8 @@ pub async fn create(
 ) -> Result<Response<Body>, ApiError> {
     let ticket = app.ticket(&call)?;
     let reader = app.clone();
-    let request = blocking(move || ChatRequest::read(&reader, &body)).await?;
+    let owner = call.owner();
+    let request = blocking(move || ChatRequest::read(&reader, owner, &body)).await?;
     let head = Head {
         id: new_id("chatcmpl-"),
         created: unix_time(),

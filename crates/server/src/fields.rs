@@ -44,6 +44,11 @@ impl Fields {
         ApiError::Invalid { param: Some(path), message }
     }
 
+    /// A field that stays.
+    pub fn peek(&self, name: &str) -> Option<&Value> {
+        self.map.get(name)
+    }
+
     /// Takes a field as it is.
     pub fn value(&mut self, name: &str) -> Option<Value> {
         self.map.remove(name).filter(|value| !value.is_null())

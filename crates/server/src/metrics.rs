@@ -5,6 +5,7 @@ use crate::inference::{Figures, Times};
 use crate::run::Accounts;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,7 +15,10 @@ const ENDS: [f64; 14] =
 
 /// Counters of the server. One lock, taken a few times a request.
 #[derive(Debug, Default)]
-pub struct Metrics(Mutex<Counts>);
+pub struct Metrics {
+    counts: Mutex<Counts>,
+    produced: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Counts {
@@ -52,7 +56,17 @@ impl Spread {
 
 impl Metrics {
     fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tokens that answers have grown by.
+    pub fn produce(&self, n: usize) {
+        self.produced.fetch_add(n as u64, Relaxed);
+    }
+
+    /// Tokens of all answers until now, of those that still grow too.
+    pub fn produced(&self) -> u64 {
+        self.produced.load(Relaxed)
     }
 
     /// A response went out on `route`.

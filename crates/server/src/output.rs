@@ -3,6 +3,7 @@
 
 use crate::error::ApiError;
 use crate::repair::Arguments;
+use crate::replay::{Marks, Memory, Said};
 use crate::run::{Accounts, Run, Step};
 use async_stream::stream;
 use deepinfer::request::{FinishReason as EngineReason, Token};
@@ -63,6 +64,25 @@ pub struct Reading {
     pub parsing: ParsingOptions,
     /// End after the first tool call.
     pub one_call: bool,
+    /// Where the answer's tokens are kept.
+    pub remember: Option<Remember>,
+}
+
+/// Where the tokens of answers are kept.
+#[derive(Clone)]
+pub struct Remember {
+    /// There.
+    pub memory: Arc<Memory>,
+    /// Who gets them back.
+    pub scope: String,
+    /// What encloses them.
+    pub marks: Marks,
+}
+
+impl std::fmt::Debug for Remember {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Remember").field("marks", &self.marks).finish_non_exhaustive()
+    }
 }
 
 /// Parses the answer of `run`.
@@ -76,6 +96,8 @@ pub fn parse(
     let shared = Arc::new(Mutex::new(Shared { thinking: thinks, ..Shared::default() }));
     let writer = shared.clone();
     let complete = run.complete();
+    let remember = reading.remember;
+    let prompt = remember.as_ref().map(|_| run.job().prompt.clone()).unwrap_or_default();
     let source_markup = markup.clone();
     let inference = stream! {
         while let Some(step) = run.next().await {
@@ -126,6 +148,7 @@ pub fn parse(
     stream! {
         let mut chunks = pin!(processor.into_protocol_stream(inference));
         let mut calls = Calls::default();
+        let mut said = Said::default();
         let mut answered = false;
         while let Some(chunk) = chunks.next().await {
             let chunk = match chunk {
@@ -145,6 +168,7 @@ pub fn parse(
                 other => {
                     answered |= matches!(&other, OutputChunk::Content { content, .. } if !content.trim().is_empty());
                     for chunk in calls.push(other) {
+                        note(&mut said, &chunk);
                         yield Ok(Part::Chunk(chunk));
                     }
                     continue;
@@ -162,6 +186,7 @@ pub fn parse(
             if reason != FinishReason::Length
                 && let Some(chunk) = calls.close()
             {
+                note(&mut said, &chunk);
                 yield Ok(Part::Chunk(chunk));
             }
             if calls.count > 0 && reason == FinishReason::Stop {
@@ -179,9 +204,31 @@ pub fn parse(
             }
             end.reason = reason;
             complete.store(true, Ordering::Relaxed);
+            if let (Some(remember), Some(tokens)) = (&remember, end.tokens.take())
+                && tokens.last() == Some(&remember.marks.end)
+            {
+                remember.memory.keep(&remember.scope, &prompt, tokens, said);
+            }
             yield Ok(Part::End(end));
             return;
         }
+    }
+}
+
+/// Adds a chunk to what the answer says.
+fn note(said: &mut Said, chunk: &OutputChunk) {
+    match chunk {
+        OutputChunk::Content { content, .. } => said.content.push_str(content),
+        OutputChunk::Reasoning { content, .. } => said.reasoning.push_str(content),
+        OutputChunk::ToolCallNamed { tool_name } => {
+            said.calls.push((tool_name.clone(), String::new()));
+        }
+        OutputChunk::ToolCallArgumentsDelta { arguments } => {
+            if let Some((_, whole)) = said.calls.last_mut() {
+                whole.push_str(arguments);
+            }
+        }
+        _ => {}
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::app::{App, Call, new_id};
 use crate::error::{ApiError, Shape};
 use crate::load::Key;
-use crate::{chat, completions, status, text};
+use crate::{chat, completions, messages, responses, status, text};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
@@ -19,6 +19,7 @@ const REQUEST_ID: &str = "x-request-id";
 /// All paths over `app`.
 pub fn router(app: Arc<App>) -> Router {
     Router::new()
+        .route("/", get(status::page))
         .route("/health", get(status::health))
         .route("/ready", get(status::ready))
         .route("/load", get(status::load))
@@ -27,6 +28,12 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/models/{name}", get(status::one_model))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/tokenize", post(text::tokenize))
         .route("/detokenize", post(text::detokenize))
         .method_not_allowed_fallback(wrong_method)
@@ -137,7 +144,7 @@ fn is_length_limit(error: &axum::Error) -> bool {
 
 /// Paths that say nothing about anybody's requests.
 fn is_open(path: &str) -> bool {
-    matches!(path, "/health" | "/ready")
+    matches!(path, "/" | "/health" | "/ready")
 }
 
 fn find_key(keys: &[Arc<Key>], headers: &HeaderMap) -> Option<Arc<Key>> {
@@ -160,7 +167,8 @@ fn request_id(headers: &HeaderMap) -> String {
 
 /// A route's name in metrics and logs: one of few, whatever clients ask for.
 fn route_name(path: &str) -> &'static str {
-    const ROUTES: [&str; 9] = [
+    const ROUTES: [&str; 13] = [
+        "/",
         "/health",
         "/ready",
         "/load",
@@ -168,11 +176,15 @@ fn route_name(path: &str) -> &'static str {
         "/v1/models",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
         "/tokenize",
         "/detokenize",
     ];
     match ROUTES.into_iter().find(|route| *route == path) {
         Some(route) => route,
+        None if path.starts_with("/v1/responses/") => "/v1/responses/{id}",
         None if path.starts_with("/v1/models/") => "/v1/models/{name}",
         None => "other",
     }

@@ -229,6 +229,7 @@ impl Run {
         self.tokens.extend(tokens.iter().map(|token| token.id));
         self.accounts.output_tokens += tokens.len();
         self.ticket.produced(tokens.len());
+        self.record.produced(tokens.len());
         Step::Tokens { tokens, text }
     }
 

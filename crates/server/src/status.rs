@@ -82,10 +82,22 @@ pub async fn load(State(app): State<Arc<App>>) -> Response<Body> {
         "waiting": figures.waiting,
         "prompt_tokens": figures.prompt_tokens,
         "cached_tokens": figures.cached_tokens,
-        "output_tokens": figures.output_tokens,
+        "output_tokens": app.metrics.produced(),
         "drafted_tokens": figures.drafted.iter().sum::<u64>(),
         "accepted_tokens": figures.accepted.iter().sum::<u64>(),
     }))
+}
+
+/// `GET /`: a page to talk to the model.
+pub async fn page() -> Response<Body> {
+    let mut response = Response::new(Body::from(include_str!("page.html")));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
+    // It needs nothing from elsewhere.
+    let policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+                  connect-src 'self'; img-src data:";
+    headers.insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(policy));
+    response
 }
 
 /// `GET /metrics`.

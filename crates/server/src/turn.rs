@@ -48,6 +48,8 @@ pub struct Asked {
     pub params: SamplingParams,
     /// At most one tool call.
     pub one_call: bool,
+    /// Whose request it is.
+    pub owner: Option<String>,
     /// For the prefix cache.
     pub cache_salt: Option<String>,
     /// For the scheduler.
@@ -70,7 +72,15 @@ pub fn render(
 
 /// Renders the prompt and puts everything together.
 pub fn prepare(app: &App, converted: &ConversationRequest, asked: Asked) -> Result<Turn, ApiError> {
-    let prompt = render(app, &converted.conversation, asked.effort)?;
+    let mut prompt = render(app, &converted.conversation, asked.effort)?;
+    let remember = app.remember(format!("{:?} {:?}", asked.owner, asked.cache_salt));
+    if let Some(remember) = &remember {
+        let messages = &converted.conversation.messages;
+        let (replayed, kept) =
+            remember.memory.replay(&remember.scope, prompt, messages, remember.marks);
+        app.metrics.replayed(kept);
+        prompt = replayed;
+    }
     let mut params = asked.params;
     if params.max_tokens.is_none() {
         let usual = match asked.effort {
@@ -95,7 +105,8 @@ pub fn prepare(app: &App, converted: &ConversationRequest, asked: Asked) -> Resu
     }
     let job =
         Job { prompt, params, cache_salt: asked.cache_salt, priority: asked.priority, budget };
-    let reading = Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call };
+    let reading =
+        Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call, remember };
     Ok(Turn { job, reading, thinks: thinks.is_some() })
 }
 

@@ -29,7 +29,7 @@ const GRAMMARS: &str = "this server does not constrain output yet";
 
 impl ChatRequest {
     /// Reads a body. Every field is honoured or refused.
-    pub fn read(app: &App, body: &[u8]) -> Result<Self, ApiError> {
+    pub fn read(app: &App, owner: Option<String>, body: &[u8]) -> Result<Self, ApiError> {
         let mut fields = Fields::of_body(body)?;
         let model: String = fields.require("model")?;
         app.check_model(&model)?;
@@ -78,7 +78,7 @@ impl ChatRequest {
         let request: ChatCompletionRequest = serde_json::from_value(Value::Object(recipe))
             .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
         let converted = request.convert(turn::conversion())?;
-        let asked = Asked { effort, budget, params, one_call, cache_salt, priority };
+        let asked = Asked { effort, budget, params, one_call, owner, cache_salt, priority };
         let turn = turn::prepare(app, &converted, asked)?;
         Ok(Self { model, turn, n, stream, include_usage })
     }

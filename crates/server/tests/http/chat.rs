@@ -1,9 +1,7 @@
 //! Chat Completions over a scripted engine.
 
-mod common;
-
+use crate::common::*;
 use axum::http::StatusCode;
-use common::*;
 use deepinfer::request::FinishReason;
 use deepinfer_server::Config;
 use deepinfer_server::scripted::Reply;

@@ -1,5 +1,4 @@
 //! A server over a scripted engine, and a client without a network.
-#![allow(dead_code, missing_docs)]
 
 use axum::body::{Body, to_bytes};
 use axum::http::{Request, Response, StatusCode, header};

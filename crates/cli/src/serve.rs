@@ -1,0 +1,143 @@
+//! `deepinfer serve`.
+
+use crate::args::{EngineArgs, ModelArgs, RunArgs};
+use crate::engine;
+use crate::failure::{Failure, Outcome};
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use deepinfer::chat::Effort;
+use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, serve};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+use tracing_subscriber::EnvFilter;
+
+/// Arguments of `serve`.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address to listen on
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// Name that requests call the model by; may be given several times
+    #[arg(long, value_name = "NAME")]
+    pub served_model_name: Vec<String>,
+    /// File of API keys, one a line: KEY [name=NAME] [concurrency=N] [tokens_per_minute=N]
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Thinking of chat requests that do not say: none, low, high, max or 1 to 100
+    #[arg(long, value_name = "EFFORT", default_value = "high")]
+    pub default_effort: String,
+    /// Largest body, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 32 << 20)]
+    pub max_body: usize,
+    /// Longest time for a request to arrive, in seconds
+    #[arg(long, value_name = "S", default_value_t = 30)]
+    pub read_timeout: u64,
+    /// Longest time without a step of the engine before it counts as dead, in seconds; 0: for ever
+    #[arg(long, value_name = "S", default_value_t = 25)]
+    pub stall_limit: u64,
+    /// Longest time for running requests to end after the first signal, in seconds
+    #[arg(long, value_name = "S", default_value_t = 60)]
+    pub drain_limit: u64,
+    /// JSON file with a known answer that makes the server ready: {"prompt": [ids], "tokens": [ids]}
+    #[arg(long, value_name = "FILE")]
+    pub self_test: Option<PathBuf>,
+    /// Form of the log on standard error
+    #[arg(long, value_enum, default_value_t = LogForm::Text)]
+    pub log: LogForm,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// Form of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogForm {
+    /// Lines of text
+    Text,
+    /// One JSON object a line
+    Json,
+    /// Nothing
+    Off,
+}
+
+/// Serves until a signal.
+pub fn run(args: &ServeArgs) -> Outcome {
+    start_log(args.log);
+    let config = server_config(args)?;
+    let engine_config = engine::many(&args.engine, &args.run)?;
+    let engine = engine::start(&args.model, &engine_config)?;
+    let fingerprint = format!("fp_{}", env!("CARGO_PKG_VERSION"));
+    let inference: Arc<dyn Inference> = Arc::new(Live::new(engine, Some(fingerprint))?);
+    let app = App::new(config, inference);
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(async {
+        let address = (args.host.as_str(), args.port);
+        let listener = tokio::net::TcpListener::bind(address)
+            .await
+            .with_context(|| format!("cannot listen on {}:{}", args.host, args.port))?;
+        let address = listener.local_addr()?;
+        // Whoever started this reads the address here.
+        println!("serving {} on http://{address}", app.config.model_names.join(", "));
+        serve(app.clone(), listener).await.map_err(anyhow::Error::from)
+    });
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(result?)
+}
+
+fn start_log(form: LogForm) {
+    let filter = || EnvFilter::try_from_env("DEEPINFER_LOG").unwrap_or_else(|_| "info".into());
+    let log = || tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter());
+    // A log that is there already stays.
+    let _ = match form {
+        LogForm::Text => log().try_init(),
+        LogForm::Json => log().json().flatten_event(true).try_init(),
+        LogForm::Off => Ok(()),
+    };
+}
+
+fn server_config(args: &ServeArgs) -> Outcome<Config> {
+    let usage = |message: String| Failure::Usage(message);
+    let keys = match &args.api_key_file {
+        Some(file) => Key::parse_file(&read(file, "--api-key-file")?)
+            .map_err(|error| usage(format!("--api-key-file {}: {error}", file.display())))?,
+        None => Vec::new(),
+    };
+    let self_test: Option<SelfTest> = match &args.self_test {
+        Some(file) => Some(
+            serde_json::from_str(&read(file, "--self-test")?)
+                .map_err(|error| usage(format!("--self-test {}: {error}", file.display())))?,
+        ),
+        None => None,
+    };
+    let default_effort = Effort::from_str(&args.default_effort)
+        .map_err(|error| usage(format!("--default-effort: {error}")))?;
+    let mut model_names = args.served_model_name.clone();
+    if model_names.is_empty() {
+        let folder = args.model.model.as_ref().and_then(|folder| folder.file_name());
+        model_names.push(folder.map_or("demo".into(), |name| name.to_string_lossy().into_owned()));
+    }
+    Ok(Config {
+        model_names,
+        keys,
+        default_effort,
+        max_body: args.max_body,
+        read_timeout: Duration::from_secs(args.read_timeout.max(1)),
+        stall_limit: Some(args.stall_limit).filter(|&s| s > 0).map(Duration::from_secs),
+        drain_limit: Duration::from_secs(args.drain_limit),
+        self_test,
+        ..Config::default()
+    })
+}
+
+fn read(file: &Path, option: &str) -> Outcome<String> {
+    std::fs::read_to_string(file)
+        .map_err(|error| Failure::Usage(format!("{option} {}: {error}", file.display())))
+}

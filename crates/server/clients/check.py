@@ -1,0 +1,155 @@
+"""Drives a running server with the official Python clients.
+
+    deepinfer serve --port 8000 &
+    pip install openai anthropic
+    python check.py http://127.0.0.1:8000 demo
+
+Exits with 1 at the first thing that is not as it should be. The model may say what it likes; what is
+checked is that the clients understand it.
+"""
+
+import json
+import sys
+
+import anthropic
+import openai
+
+BASE, MODEL = sys.argv[1], sys.argv[2]
+KEY = sys.argv[3] if len(sys.argv) > 3 else "none"
+OPENAI = openai.OpenAI(base_url=f"{BASE}/v1", api_key=KEY, max_retries=0)
+ANTHROPIC = anthropic.Anthropic(base_url=BASE, api_key=KEY, max_retries=0)
+HELLO = [{"role": "user", "content": "Say hello. 你好 👋"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "Weather of a city", "parameters": PARAMETERS}
+
+
+def models():
+    assert MODEL in [model.id for model in OPENAI.models.list()]
+    assert ANTHROPIC.models.list().data[0].id == MODEL
+
+
+def chat():
+    for effort in ["none", "high"]:
+        asked = dict(model=MODEL, messages=HELLO, max_tokens=64, temperature=0, seed=1)
+        asked["extra_body"] = {"reasoning_effort": effort}
+        whole = OPENAI.chat.completions.create(**asked)
+        assert whole.choices[0].finish_reason in ("stop", "length")
+        assert whole.usage.completion_tokens > 0
+        text = thought = ""
+        usage = None
+        for chunk in OPENAI.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                thought += getattr(choice.delta, "reasoning_content", None) or ""
+        assert usage.completion_tokens == whole.usage.completion_tokens
+        message = whole.choices[0].message
+        assert text == message.content, (text, message.content)
+        assert thought == (getattr(message, "reasoning_content", None) or "")
+        assert "\ufffd" not in text
+
+
+def logprobs():
+    whole = OPENAI.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=8, logprobs=True, top_logprobs=3, n=2,
+        extra_body={"reasoning_effort": "none"},
+    )
+    assert len(whole.choices) == 2
+    for choice in whole.choices:
+        for entry in choice.logprobs.content:
+            assert entry.logprob <= 0 and len(entry.top_logprobs) == 3
+
+
+def tools():
+    asked = dict(model=MODEL, tools=[{"type": "function", "function": TOOL}], max_tokens=64)
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    first = OPENAI.chat.completions.create(messages=messages, **asked).choices[0].message
+    for call in first.tool_calls or []:
+        json.loads(call.function.arguments)
+    # A history with a call, as the client itself writes it.
+    messages.append(
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function",
+             "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]}
+    )
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "sunny"})
+    OPENAI.chat.completions.create(messages=messages, **asked)
+
+
+def completions():
+    whole = OPENAI.completions.create(model=MODEL, prompt="Once upon", max_tokens=12, temperature=0)
+    chunks = OPENAI.completions.create(
+        model=MODEL, prompt="Once upon", max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def responses():
+    first = OPENAI.responses.create(model=MODEL, input="Say hello.", max_output_tokens=64)
+    assert first.status in ("completed", "incomplete") and first.usage.output_tokens > 0
+    assert OPENAI.responses.retrieve(first.id).id == first.id
+    second = OPENAI.responses.create(
+        model=MODEL, input="Again.", previous_response_id=first.id, max_output_tokens=64,
+        tools=[{"type": "function", "strict": False, **TOOL}],
+    )
+    assert second.previous_response_id == first.id
+    text, last = "", None
+    with OPENAI.responses.stream(
+        model=MODEL, input="Say hello.", max_output_tokens=64, temperature=0
+    ) as stream:
+        for event in stream:
+            last = event.type
+            if event.type == "response.output_text.delta":
+                text += event.delta
+        assert text == stream.get_final_response().output_text
+    assert last in ("response.completed", "response.incomplete"), last
+    OPENAI.responses.delete(first.id)
+    try:
+        OPENAI.responses.retrieve(first.id)
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("a deleted response is still there")
+
+
+def messages():
+    tool = {"name": "weather", "description": "Weather", "input_schema": PARAMETERS}
+    for thinking in [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 16}]:
+        asked = dict(model=MODEL, max_tokens=64, messages=HELLO, thinking=thinking, tools=[tool])
+        whole = ANTHROPIC.messages.create(**asked)
+        kinds = [block.type for block in whole.content]
+        assert thinking["type"] == "enabled" or "thinking" not in kinds
+        with ANTHROPIC.messages.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_message()
+        assert final.stop_reason and final.usage.output_tokens > 0
+    count = ANTHROPIC.messages.count_tokens(model=MODEL, messages=HELLO)
+    assert count.input_tokens > 0
+
+
+def refusals():
+    for kind, extra in [
+        (openai.BadRequestError, {"temperature": -1}),
+        (openai.BadRequestError, {"extra_body": {"banana": 1}}),
+        (openai.NotFoundError, {"model": "nobody"}),
+    ]:
+        try:
+            OPENAI.chat.completions.create(**{"model": MODEL, "messages": HELLO, **extra})
+        except kind as error:
+            assert error.body["message"]
+        else:
+            raise AssertionError(extra)
+    try:
+        ANTHROPIC.messages.create(model="nobody", max_tokens=1, messages=HELLO)
+    except anthropic.NotFoundError:
+        pass
+    else:
+        raise AssertionError("an unknown model answers")
+
+
+for check in [models, chat, logprobs, tools, completions, responses, messages, refusals]:
+    check()
+    print(f"{check.__name__}: ok")

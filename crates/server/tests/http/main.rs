@@ -1,0 +1,12 @@
+//! The server over a scripted engine.
+#![allow(missing_docs)]
+
+mod agents;
+mod chat;
+mod common;
+mod completions;
+mod fuzz;
+mod matrix;
+mod messages;
+mod network;
+mod responses;
