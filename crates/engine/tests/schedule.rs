@@ -29,6 +29,8 @@ struct Case {
     wait: usize,
     /// Turns until the caller gives up.
     patience: Option<usize>,
+    /// Goes on from the text of the one before, once that has ended.
+    turn: bool,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -40,8 +42,9 @@ fn case() -> impl Strategy<Value = Case> {
     ];
     let prompt = proptest::collection::vec(piece, 1..5).prop_map(|p| p.concat());
     let patience = proptest::option::weighted(0.2, 0usize..30);
-    (prompt, 0u64..3, 1usize..20, 0i32..2, any::<bool>(), 0usize..6, patience).prop_map(
-        |(prompt, seed, max_tokens, priority, draft, wait, patience)| Case {
+    let turn = proptest::bool::weighted(0.3);
+    (prompt, 0u64..3, 1usize..20, 0i32..2, any::<bool>(), 0usize..6, patience, turn).prop_map(
+        |(prompt, seed, max_tokens, priority, draft, wait, patience, turn)| Case {
             prompt,
             seed,
             max_tokens,
@@ -49,8 +52,22 @@ fn case() -> impl Strategy<Value = Case> {
             draft,
             wait,
             patience,
+            turn,
         },
     )
+}
+
+/// Makes turns go on from the texts before them.
+fn converse(cases: &mut [Case]) {
+    for i in 1..cases.len() {
+        if cases[i].turn {
+            let before = &cases[i - 1];
+            let mut prompt = [before.prompt.clone(), expected(before)].concat();
+            prompt.extend(cases[i].prompt.iter().take(3));
+            let seed = before.seed;
+            cases[i] = Case { prompt, seed, wait: 25, ..cases[i].clone() };
+        }
+    }
 }
 
 fn expected(case: &Case) -> Vec<u32> {
@@ -149,7 +166,7 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
             steps.scheduler.submit(Arrival {
                 id: RequestId(i as u64),
                 priority: case.priority,
-                salt: (case.prompt.len() % 5 == 0).then(|| "salt".to_owned()),
+                salt: (case.seed == 2).then(|| "salt".to_owned()),
                 max_len: case.prompt.len() + case.max_tokens,
                 prompt: case.prompt.clone(),
                 seed: case.seed,
@@ -206,8 +223,9 @@ proptest! {
     #[test]
     fn every_request_gives_its_own_tokens(
         setting in setting(),
-        cases in proptest::collection::vec(case(), 1..30),
+        mut cases in proptest::collection::vec(case(), 1..30),
     ) {
+        converse(&mut cases);
         run(&setting, &cases);
     }
 }
@@ -222,6 +240,7 @@ fn many(prompt: usize, count: usize) -> Vec<Case> {
             draft: true,
             wait: 0,
             patience: None,
+            turn: false,
         })
         .collect()
 }
