@@ -2,7 +2,8 @@
 //!
 //! Field names are those of the file. Nothing has a built-in value: a field that the model needs
 //! and the file lacks is an error. [`ModelConfig::from_json`] returns validated configurations
-//! only, so the helpers below may rely on every rule of [`ModelConfig::validate`].
+//! only, so the helpers below may rely on every rule of [`ModelConfig::validate`]. Fields of parts
+//! that the model lacks (Engram, index, candidates, drafts) count as absent: 0, or empty.
 
 mod error;
 mod rules;
@@ -40,7 +41,7 @@ pub struct ModelConfig {
     /// The language model.
     pub text_config: TextConfig,
     /// The vision tower; [`VisionConfig::num_hidden_layers`] 0 means none.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub vision_config: VisionConfig,
     /// Fields that this type does not list.
     #[serde(flatten)]
@@ -133,22 +134,22 @@ pub struct TextConfig {
     /// Layers that select compressed rows.
     pub index_source_layer_ids: Vec<usize>,
     /// Index heads.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub index_n_heads: usize,
     /// Width of an index head.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub index_head_dim: usize,
     /// Rows that a selecting layer chooses.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub index_topk: usize,
     /// Layer that publishes candidate blocks; -1, null or absent in the file disables them.
     #[serde(default, with = "disabled_by_minus_one")]
     pub candidate_source_layer_id: Option<usize>,
     /// Blocks that the candidate source keeps.
-    #[serde(default, deserialize_with = "null_is_zero")]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub candidate_topk_blocks: usize,
     /// Compressed rows of a candidate block.
-    #[serde(default, deserialize_with = "null_is_zero")]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub candidate_block_size: usize,
     /// RoPE base of window-only layers and draft stages.
     pub rope_theta: f64,
@@ -163,52 +164,52 @@ pub struct TextConfig {
     /// Epsilon of the stream mixing.
     pub hc_eps: f32,
     /// Layers with an Engram.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_layer_ids: Vec<usize>,
     /// Rows of each Engram table; empty if the file does not say.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_num_embeddings: Vec<u64>,
     /// Longest n-gram that is hashed.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_max_ngram_size: usize,
     /// Hash heads for each n-gram size.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_n_heads: usize,
     /// Width of a table row.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_head_dim: usize,
     /// The bucket sizes are the first unused primes from here on.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_vocab_size: u64,
     /// Token that stands for absent positions, before compression.
-    #[serde(default)]
-    pub engram_pad_token_id: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engram_pad_token_id: Option<u32>,
     /// Size of the compressed token map.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub engram_compressed_vocab_size: usize,
     /// Draft stages; 0 = no drafting.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub num_nextn_predict_layers: usize,
     /// Tokens of a draft block.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_block_size: usize,
     /// Token that stands at the positions to be drafted.
-    #[serde(default)]
-    pub dspark_noise_token_id: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dspark_noise_token_id: Option<u32>,
     /// Layers whose attention inputs feed the draft stages.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_target_layer_ids: Vec<usize>,
     /// Rank of the Markov head.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_markov_rank: usize,
     /// What the confidence head of the drafts reads.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_confidence_input: ConfidenceInput,
     /// Experts of a draft stage.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_n_routed_experts: usize,
     /// Experts chosen a token in a draft stage.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub dspark_num_experts_per_tok: usize,
     /// Longest sequence, in tokens.
     pub max_position_embeddings: usize,
@@ -303,6 +304,7 @@ impl ModelConfig {
         let mut config: Self =
             serde_json::from_slice(text).map_err(|source| ConfigError::Json { source })?;
         config.merge_token_ids()?;
+        config.text_config.forget_absent_parts();
         config.validate()?;
         Ok(config)
     }
@@ -350,6 +352,17 @@ impl TextConfig {
     pub fn uses_candidates(&self, layer: usize) -> bool {
         self.is_index_source(layer)
             && self.candidate_source_layer_id.is_some_and(|source| layer > source)
+    }
+
+    /// The fewest tokens that whole groups of every compression ratio fill.
+    pub fn common_group(&self) -> usize {
+        self.compress_ratios.iter().filter(|&&ratio| ratio > 0).fold(1, |all, &ratio| {
+            let (mut divisor, mut rest) = (all, ratio);
+            while rest > 0 {
+                (divisor, rest) = (rest, divisor % rest);
+            }
+            ratio.saturating_mul(all / divisor)
+        })
     }
 
     /// The first layer of ratio 1, where the decoder starts; `None` if there is none.
@@ -434,6 +447,8 @@ mod disabled_by_minus_one {
     }
 }
 
-fn null_is_zero<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
-    Ok(Option::<usize>::deserialize(deserializer)?.unwrap_or(0))
+fn null_is_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    Ok(Option::<T>::deserialize(deserializer)?.unwrap_or_default())
 }

@@ -76,7 +76,8 @@ impl Engram {
         if computed != stated {
             return Err(EngramError::CompressedVocab { computed, stated });
         }
-        let pad = config.engram_pad_token_id;
+        // Validated to be there where Engram layers are.
+        let pad = config.engram_pad_token_id.unwrap_or_default();
         let tokens = map.ids().len();
         let pad = map.get(pad).ok_or(EngramError::Pad { pad, tokens })?;
         let hasher = Hasher::new(config, pad)?;

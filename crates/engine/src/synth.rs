@@ -88,6 +88,14 @@ pub enum SynthError {
         /// What was given.
         found: usize,
     },
+    /// Too few tokens for every byte and the special tokens.
+    #[error("vocab_size {found}: a generated tokenizer has at least {least} tokens")]
+    Vocabulary {
+        /// What was given.
+        found: usize,
+        /// The least.
+        least: usize,
+    },
     /// The folder has files in it.
     #[error("{} is not empty; give a new folder", path.display())]
     NotEmpty {
@@ -127,18 +135,28 @@ pub struct Plan {
 /// Decides configuration, tokenizer and tensors; makes no weights.
 pub fn plan(options: &Options) -> Result<Plan, SynthError> {
     let mut config = presets::config(options.preset)?;
-    let tokenizer_json = tokenizer::tokenizer_json(config.text_config.vocab_size);
-    let tokenizer = Tokenizer::from_bytes(&tokenizer_json)?;
-    let map = TokenMap::compute(&tokenizer);
     let text = &mut config.text_config;
-    text.engram_compressed_vocab_size = map.size();
     if let Some(rows) = options.engram_rows {
         text.engram_vocab_size = (rows / text.hash_columns().max(1) as u64).max(2);
     }
     if let Some(positions) = options.positions {
         text.max_position_embeddings = positions;
     }
-    let pad = map.get(text.engram_pad_token_id).unwrap_or_default();
+    plan_for(config)
+}
+
+/// The same for any configuration, whose Engram sizes are adapted to the generated tokenizer.
+pub fn plan_for(mut config: ModelConfig) -> Result<Plan, SynthError> {
+    let (vocab, least) = (config.text_config.vocab_size, tokenizer::LEAST);
+    if vocab < least {
+        return Err(SynthError::Vocabulary { found: vocab, least });
+    }
+    let tokenizer_json = tokenizer::tokenizer_json(vocab);
+    let tokenizer = Tokenizer::from_bytes(&tokenizer_json)?;
+    let map = TokenMap::compute(&tokenizer);
+    let text = &mut config.text_config;
+    text.engram_compressed_vocab_size = map.size();
+    let pad = text.engram_pad_token_id.and_then(|id| map.get(id)).unwrap_or_default();
     let hasher = Hasher::new(text, pad)?;
     text.engram_num_embeddings = hasher.layers().iter().map(|layer| layer.table_rows()).collect();
     config.validate()?;
@@ -153,7 +171,16 @@ pub fn write(
     options: &Options,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Summary, SynthError> {
-    let plan = plan(options)?;
+    write_plan(out, &plan(options)?, options.seed, progress)
+}
+
+/// Makes the checkpoint that `plan` describes in the new or empty folder `out`; see [`write`].
+pub fn write_plan(
+    out: &Path,
+    plan: &Plan,
+    seed: u64,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Summary, SynthError> {
     let io = |source| SynthError::Io { path: out.to_owned(), source };
     std::fs::create_dir_all(out).map_err(io)?;
     if std::fs::read_dir(out).map_err(io)?.next().is_some() {
@@ -161,7 +188,7 @@ pub fn write(
     }
     let streams = plan.config.text_config.hc_mult;
     let tensors: Vec<StoredTensor> =
-        plan.specs.iter().flat_map(|spec| stored(spec, streams, options.seed)).collect();
+        plan.specs.iter().flat_map(|spec| stored(spec, streams, seed)).collect();
     let bytes: u64 = tensors.iter().map(StoredTensor::bytes).sum();
     write_file(out, "config.json", &plan.config.to_json())?;
     write_file(out, "tokenizer.json", &plan.tokenizer_json)?;

@@ -175,6 +175,36 @@ fn other_shapes_are_accepted() {
     assert!(read(&with("rope_scaling", scaling)).is_ok());
 }
 
+/// Fields of parts that a model lacks may hold anything that they hold elsewhere, or null.
+#[test]
+fn sizes_of_absent_parts_count_as_absent() {
+    let mut file = original();
+    for field in ["engram_layer_ids", "kv_source_layer_ids", "index_source_layer_ids"] {
+        file["text_config"][field] = json!([]);
+    }
+    for (field, value) in [
+        ("compress_ratios", json!([0, 0, 0, 0, 0, 0, 0, 0])),
+        ("num_nextn_predict_layers", json!(0)),
+        ("candidate_source_layer_id", json!(-1)),
+        ("engram_max_ngram_size", json!(1u64 << 60)),
+        ("engram_n_heads", json!(1u64 << 60)),
+        ("index_topk", json!(1u64 << 60)),
+        ("candidate_topk_blocks", json!(1u64 << 60)),
+        ("dspark_block_size", json!(1u64 << 60)),
+        ("dspark_target_layer_ids", json!([99])),
+        ("dspark_noise_token_id", json!(null)),
+        ("engram_num_embeddings", json!(null)),
+    ] {
+        file["text_config"][field] = value;
+    }
+    file["vision_config"] = json!(null);
+    let config = read(&file).unwrap();
+    let text = &config.text_config;
+    assert_eq!((text.hash_columns(), text.index_topk, text.candidate_topk_blocks), (0, 0, 0));
+    assert_eq!((text.dspark_block_size, text.dspark_target_layer_ids.len()), (0, 0));
+    assert!(!config.has_vision());
+}
+
 #[test]
 fn other_models_are_refused_by_name() {
     for found in [json!("deepseek_v4"), json!("deepseek_v42"), json!(null)] {
@@ -339,6 +369,15 @@ fn numbers_out_of_range_are_refused_with_their_limits() {
         ("swiglu_limit", json!(0.0), &["swiglu_limit", "positive"]),
         ("rms_norm_eps", json!(-1e-6), &["rms_norm_eps"]),
         ("sliding_window", json!(0), &["sliding_window"]),
+        ("compress_ratios", json!([0, 0, 5000, 5000, 5000, 1, 1, 1, 0, 0, 0]), &["5000", "4096"]),
+        (
+            "compress_ratios",
+            json!([0, 0, 67, 67, 67, 71, 71, 71, 0, 0, 0]),
+            &["67, 71", "common multiple of at most 4096"],
+        ),
+        ("compress_rope_theta", json!(1.0), &["compress_rope_theta", "1"]),
+        ("engram_pad_token_id", json!(null), &["engram_pad_token_id", "absent"]),
+        ("dspark_noise_token_id", json!(null), &["dspark_noise_token_id", "absent"]),
     ] {
         let error = refused(&with(field, value.clone()), words);
         assert!(matches!(error, ConfigError::OutOfRange { .. }), "{field} {value}: {error:?}");

@@ -176,6 +176,6 @@ fn sizes_that_disagree_are_refused() {
         other => panic!("{other:?}"),
     }
     let mut changed = config;
-    changed.engram_pad_token_id = 608;
+    changed.engram_pad_token_id = Some(608);
     assert!(matches!(Engram::new(&changed, &tokenizer), Err(EngramError::Pad { pad: 608, .. })));
 }

@@ -3,35 +3,14 @@
 
 mod common;
 
-use common::{random_tokens, session};
-use deepinfer::cache::CacheFormat;
+use common::{FORMATS, all, bits, random_tokens, run_chunks, session};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::{GreedyDrafts, Session};
 use deepinfer_device::cpu::Cpu;
 
-const FORMATS: [CacheFormat; 2] = [CacheFormat::Released, CacheFormat::Exact];
 /// Ordinary tokens of the golden vocabulary (specials and the image token come later).
 const VOCAB: u32 = 512;
-
-/// Logits of every position, as bits.
-fn bits(logits: Vec<Vec<f32>>) -> Vec<Vec<u32>> {
-    logits.into_iter().map(|row| row.into_iter().map(f32::to_bits).collect()).collect()
-}
-
-fn all(n: usize) -> Vec<u32> {
-    (0..n as u32).collect()
-}
-
-/// Runs `tokens` in `slot` by chunks of `chunk`; logits of every row.
-fn run_chunks(s: &mut Session<Cpu>, slot: usize, tokens: &[u32], chunk: usize) -> Vec<Vec<u32>> {
-    let mut out = Vec::new();
-    for part in tokens.chunks(chunk) {
-        let q = s.extend(slot, part, &all(part.len()));
-        out.extend(bits(s.run(&StepPlan { sequences: vec![q] }, &mut NoProbe).unwrap()));
-    }
-    out
-}
 
 #[test]
 fn chunks_give_the_bits_of_one_pass() {

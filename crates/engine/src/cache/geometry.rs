@@ -63,9 +63,8 @@ impl Geometry {
             config.kv_source_layer_ids.iter().map(|&l| config.compress_ratios[l]).collect();
         ratios.sort_unstable();
         ratios.dedup();
-        let common = ratios.iter().fold(1, |a, &b| a / gcd(a, b) * b);
         Self {
-            page_tokens: 128usize.next_multiple_of(common),
+            page_tokens: 128usize.next_multiple_of(config.common_group()),
             ring_len: config.sliding_window + backtracking,
             backtracking,
             ratios,
@@ -89,8 +88,4 @@ impl Geometry {
     pub fn pages_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.page_tokens)
     }
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }

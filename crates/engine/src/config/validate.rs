@@ -35,6 +35,8 @@ impl Family {
 /// Bounds that keep every product of two sizes, and their bytes, inside 64 bits.
 const MAX_SIZE: usize = 1 << 24;
 const MAX_LAYERS: usize = 4096;
+/// Tokens of a cache page, which whole groups of every ratio fill.
+const MAX_PAGE: usize = 4096;
 const MAX_EXPERTS: usize = 1 << 16;
 
 impl ModelConfig {
@@ -114,6 +116,28 @@ impl ModelConfig {
 }
 
 impl TextConfig {
+    /// Sizes of parts that the model lacks reserve nothing and are not checked.
+    pub(super) fn forget_absent_parts(&mut self) {
+        if self.engram_layer_ids.is_empty() {
+            self.engram_num_embeddings.clear();
+            (self.engram_max_ngram_size, self.engram_n_heads, self.engram_head_dim) = (0, 0, 0);
+            (self.engram_vocab_size, self.engram_compressed_vocab_size) = (0, 0);
+            self.engram_pad_token_id = None;
+        }
+        if self.index_source_layer_ids.is_empty() {
+            (self.index_n_heads, self.index_head_dim, self.index_topk) = (0, 0, 0);
+        }
+        if self.candidate_source_layer_id.is_none() {
+            (self.candidate_topk_blocks, self.candidate_block_size) = (0, 0);
+        }
+        if !self.has_drafts() {
+            self.dspark_target_layer_ids.clear();
+            (self.dspark_block_size, self.dspark_markov_rank) = (0, 0);
+            (self.dspark_n_routed_experts, self.dspark_num_experts_per_tok) = (0, 0);
+            self.dspark_noise_token_id = None;
+        }
+    }
+
     fn check_sizes(&self) -> Result<(), ConfigError> {
         equal("text_config.num_key_value_heads", self.num_key_value_heads, 1)?;
         equal("text_config.n_shared_experts", self.n_shared_experts, 1)?;
@@ -156,6 +180,14 @@ impl TextConfig {
         ] {
             positive(field, value)?;
         }
+        // YaRN divides by its logarithm.
+        if self.compress_rope_theta == 1.0 {
+            return Err(out_of_range(
+                "text_config.compress_rope_theta",
+                1,
+                "another number than 1",
+            ));
+        }
         not_negative("rms_norm_eps", self.rms_norm_eps as f64)?;
         not_negative("hc_eps", self.hc_eps as f64)
     }
@@ -172,7 +204,12 @@ impl TextConfig {
             return Err(out_of_range(&field, ratio, "0"));
         }
         for &ratio in &self.compress_ratios {
-            within("compress_ratios", ratio, 0, MAX_SIZE)?;
+            within("compress_ratios", ratio, 0, MAX_PAGE)?;
+        }
+        if self.common_group() > MAX_PAGE {
+            let rule = format!("ratios with a common multiple of at most {MAX_PAGE}");
+            let found = format!("{:?}", self.compress_ratios);
+            return Err(out_of_range("text_config.compress_ratios", found, rule));
         }
         for (field, ids) in [
             ("kv_source_layer_ids", &self.kv_source_layer_ids),
@@ -287,8 +324,7 @@ impl TextConfig {
         within("engram_vocab_size", self.engram_vocab_size as usize, 2, 1 << 32)?;
         let compressed = self.engram_compressed_vocab_size;
         within("engram_compressed_vocab_size", compressed, 1, self.vocab_size)?;
-        let pad = self.engram_pad_token_id as usize;
-        below("text_config.engram_pad_token_id", pad, self.vocab_size, "vocab_size")
+        self.token("engram_pad_token_id", self.engram_pad_token_id)
     }
 
     fn check_drafts(&self) -> Result<(), ConfigError> {
@@ -305,8 +341,16 @@ impl TextConfig {
             let layers = self.num_hidden_layers;
             below("text_config.dspark_target_layer_ids", layer, layers, "num_hidden_layers")?;
         }
-        let noise = self.dspark_noise_token_id as usize;
-        below("text_config.dspark_noise_token_id", noise, self.vocab_size, "vocab_size")
+        self.token("dspark_noise_token_id", self.dspark_noise_token_id)
+    }
+
+    /// A token that the model needs.
+    fn token(&self, name: &str, id: Option<u32>) -> Result<(), ConfigError> {
+        let field = format!("text_config.{name}");
+        match id {
+            Some(id) => below(&field, id as usize, self.vocab_size, "vocab_size"),
+            None => Err(out_of_range(&field, "absent", "a token id")),
+        }
     }
 }
 

@@ -17,8 +17,8 @@ pub struct Layer<D: Device> {
     /// Number of the layer.
     pub index: usize,
     pub(super) memory: Option<Memory<D>>,
-    /// This layer's column in the draft features, if it is one of the draft targets.
-    pub(super) feature_column: Option<usize>,
+    /// This layer's columns in the draft features: one for each time it is a draft target.
+    pub(super) feature_columns: Vec<usize>,
     /// Only kept rows go on from here (after this layer has published every row).
     pub(super) starts_decoder: bool,
     pub(super) attention_site: Site<D>,
@@ -44,7 +44,7 @@ impl<D: Device> Model<D> {
             memory.update(device, batch, s)?;
             probe.after_memory(device, l, rows, s)?;
         }
-        if let Some(column) = layer.feature_column {
+        for &column in &layer.feature_columns {
             let width = batch.feature_width;
             device.streams_mean(&s.streams, &s.shape, rows, &mut s.features, width, column)?;
         }

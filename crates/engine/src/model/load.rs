@@ -99,7 +99,9 @@ impl<D: Device> Loader<'_, D> {
         let prefix = format!("layers.{index}");
         let c = self.c();
         let (hidden, experts, k) = (c.hidden_size, c.n_routed_experts, c.num_experts_per_tok);
-        let target = c.dspark_target_layer_ids.iter().position(|&t| t == index);
+        let targets = c.dspark_target_layer_ids.iter().enumerate();
+        let feature_columns =
+            targets.filter(|&(_, &t)| t == index).map(|(at, _)| at * hidden).collect();
         let starts_decoder = c.decoder_start() == Some(index);
         let reads = c.kv_source(index);
         let is_source = c.is_kv_source(index);
@@ -114,7 +116,7 @@ impl<D: Device> Loader<'_, D> {
         Ok(Layer {
             index,
             memory: self.memory(&prefix, index)?,
-            feature_column: target.map(|t| t * hidden),
+            feature_columns,
             starts_decoder,
             attention_site: self.site(&prefix, "attn")?,
             attention,
@@ -282,7 +284,9 @@ impl<D: Device> Loader<'_, D> {
         let (experts, k) = (c.dspark_n_routed_experts, c.dspark_num_experts_per_tok);
         let targets = c.dspark_target_layer_ids.len();
         let confidence_input = c.dspark_confidence_input;
-        let (block, noise, eps) = (c.dspark_block_size, c.dspark_noise_token_id, c.rms_norm_eps);
+        let (block, eps) = (c.dspark_block_size, c.rms_norm_eps);
+        // Validated to be there where draft stages are.
+        let noise = c.dspark_noise_token_id.unwrap_or_default();
         let mut stages = Vec::with_capacity(n);
         for stage in 0..n {
             let prefix = format!("mtp.{stage}");

@@ -4,12 +4,16 @@
 use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::engram::Engram;
-use deepinfer::model::Model;
+use deepinfer::model::{Model, NoProbe};
+use deepinfer::plan::StepPlan;
 use deepinfer::session::Session;
 use deepinfer::tokenizer::Tokenizer;
 use deepinfer_device::cpu::Cpu;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Both stored forms of the caches.
+pub const FORMATS: [CacheFormat; 2] = [CacheFormat::Released, CacheFormat::Exact];
 
 /// The folder of a test checkpoint.
 pub fn testdata(name: &str) -> PathBuf {
@@ -43,4 +47,29 @@ pub fn random_tokens(seed: u64, n: usize, vocab: u32) -> Vec<u32> {
             ((z ^ (z >> 31)) % u64::from(vocab)) as u32
         })
         .collect()
+}
+
+/// Logits of every position, as bits.
+pub fn bits(logits: Vec<Vec<f32>>) -> Vec<Vec<u32>> {
+    logits.into_iter().map(|row| row.into_iter().map(f32::to_bits).collect()).collect()
+}
+
+/// Every row of a step of `n`.
+pub fn all(n: usize) -> Vec<u32> {
+    (0..n as u32).collect()
+}
+
+/// Runs `tokens` in `slot` by chunks of `chunk`; logits of every row.
+pub fn run_chunks(
+    s: &mut Session<Cpu>,
+    slot: usize,
+    tokens: &[u32],
+    chunk: usize,
+) -> Vec<Vec<u32>> {
+    let mut out = Vec::new();
+    for part in tokens.chunks(chunk) {
+        let q = s.extend(slot, part, &all(part.len()));
+        out.extend(bits(s.run(&StepPlan { sequences: vec![q] }, &mut NoProbe).unwrap()));
+    }
+    out
 }
