@@ -12,6 +12,7 @@ mod live;
 mod load;
 mod messages;
 mod metrics;
+mod openapi;
 mod output;
 mod repair;
 mod replay;

@@ -71,7 +71,7 @@ impl Messages {
         fields.discard(&["cache_control"]);
         sampling::take_service_tier(&mut fields)?;
         fields.refuse(&["mcp_servers", "container"], "this server calls no other servers")?;
-        fields.refuse(&["context_management"], "messages are used as they are sent")?;
+        take_context_management(&mut fields)?;
         fields.finish()?;
 
         let request: MessagesRequest = serde_json::from_value(Value::Object(recipe))
@@ -80,6 +80,18 @@ impl Messages {
         let asked = Asked { effort, budget, params, one_call, owner, cache_salt, priority };
         Ok(Self { model, turn: turn::prepare(app, &converted, asked)?, stream })
     }
+}
+
+/// Earlier thinking is used as it is sent; nothing else is edited.
+fn take_context_management(fields: &mut Fields) -> Result<(), ApiError> {
+    let Some(mut context) = fields.object("context_management")? else { return Ok(()) };
+    for edit in context.take::<Vec<Value>>("edits")?.unwrap_or_default() {
+        if edit["type"] != "clear_thinking_20251015" || edit["keep"] != "all" {
+            let message = format!("{edit} is not supported: messages are used as they are sent");
+            return Err(context.invalid("edits", message));
+        }
+    }
+    context.finish()
 }
 
 /// Thinking is off unless the request says otherwise.

@@ -178,15 +178,20 @@ struct Keeper {
 }
 
 impl Keeper {
+    /// A response that runs in the background stays forgotten if it was deleted meanwhile.
     fn put(&self, response: Value, running: bool) {
         if self.keep {
+            let response_began = response["status"] != "queued";
             let stored = Stored {
                 response,
                 input: self.input.clone(),
                 owner: self.owner.clone(),
                 cancel: self.cancel.clone().filter(|_| running),
             };
-            self.app.store.put(&self.id, stored);
+            match self.cancel.is_some() && response_began {
+                true => self.app.store.replace(&self.id, stored),
+                false => self.app.store.put(&self.id, stored),
+            }
         }
     }
 }

@@ -3,7 +3,8 @@
 use crate::app::{App, Call, new_id};
 use crate::error::{ApiError, Shape};
 use crate::load::Key;
-use crate::{chat, completions, messages, responses, status, text};
+use crate::openapi::{self, OPERATIONS};
+use crate::{chat, completions, messages, responses, sse, status, text};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
@@ -23,6 +24,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/health", get(status::health))
         .route("/ready", get(status::ready))
         .route("/load", get(status::load))
+        .route("/openapi.json", get(async || sse::json(&openapi::description())))
         .route("/metrics", get(status::metrics))
         .route("/v1/models", get(status::models))
         .route("/v1/models/{name}", get(status::one_model))
@@ -167,25 +169,15 @@ fn request_id(headers: &HeaderMap) -> String {
 
 /// A route's name in metrics and logs: one of few, whatever clients ask for.
 fn route_name(path: &str) -> &'static str {
-    const ROUTES: [&str; 13] = [
-        "/",
-        "/health",
-        "/ready",
-        "/load",
-        "/metrics",
-        "/v1/models",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/tokenize",
-        "/detokenize",
-    ];
-    match ROUTES.into_iter().find(|route| *route == path) {
-        Some(route) => route,
-        None if path.starts_with("/v1/responses/") => "/v1/responses/{id}",
-        None if path.starts_with("/v1/models/") => "/v1/models/{name}",
-        None => "other",
-    }
+    let same = |route: &str| {
+        let (mut wanted, mut found) = (route.split('/'), path.split('/'));
+        loop {
+            match (wanted.next(), found.next()) {
+                (None, None) => return true,
+                (Some(wanted), Some(found)) if wanted.starts_with('{') || wanted == found => {}
+                _ => return false,
+            }
+        }
+    };
+    OPERATIONS.iter().map(|o| o.path).find(|route| same(route)).unwrap_or("other")
 }

@@ -58,6 +58,13 @@ impl Store {
         }
     }
 
+    /// Replaces what is kept under `id`; does nothing if it has been forgotten.
+    pub fn replace(&self, id: &str, stored: Stored) {
+        if self.lock().by_id.contains_key(id) {
+            self.put(id, stored);
+        }
+    }
+
     /// What is kept under `id`, if it is `owner`'s.
     pub fn get(&self, id: &str, owner: Option<&str>) -> Option<Stored> {
         let inner = self.lock();

@@ -173,8 +173,11 @@ pub fn tools() -> Value {
     json!([tool("run"), tool("look")])
 }
 
-/// Calls in the V4.1 markup: name and parameters (name, whether text, value).
-pub fn calls(calls: &[(&str, &[(&str, bool, &str)])]) -> String {
+/// A call's parameter: name, whether text, value.
+pub type Parameter<'a> = (&'a str, bool, &'a str);
+
+/// Calls in the V4.1 markup.
+pub fn calls(calls: &[(&str, &[Parameter])]) -> String {
     let mut text = "\n\n<｜DSML｜ calls>\n".to_owned();
     for (name, parameters) in calls {
         text.push_str(&format!("<｜DSML｜ invoke name=\"{name}\">\n"));

@@ -9,4 +9,5 @@ mod fuzz;
 mod matrix;
 mod messages;
 mod network;
+mod openapi;
 mod responses;

@@ -10,10 +10,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Notify;
+use tokio::sync::{Mutex, MutexGuard, Notify};
 use tokio::task::JoinHandle;
 
+/// One server at a time, so that file handles can be counted.
+static ALONE: Mutex<()> = Mutex::const_new(());
+
 struct Running {
+    _alone: MutexGuard<'static, ()>,
     server: Server,
     address: SocketAddr,
     drain: Arc<Notify>,
@@ -23,6 +27,7 @@ struct Running {
 
 /// Answers slowly and for long, unless told otherwise.
 async fn start(config: Config, pace: Duration, count: usize) -> Running {
+    let alone = ALONE.lock().await;
     let server = Server::scripted(config, move |_| {
         let tokens = tokens("a").repeat(count);
         Ok(Reply { pace, ..Reply::tokens(tokens) })
@@ -34,7 +39,7 @@ async fn start(config: Config, pace: Duration, count: usize) -> Running {
     let app = server.app.clone();
     let task =
         tokio::spawn(async move { serve_until(app, listener, d.notified(), s.notified()).await });
-    Running { server, address, drain, stop, task }
+    Running { _alone: alone, server, address, drain, stop, task }
 }
 
 fn request(path: &str, headers: &str, body: &str) -> String {
@@ -294,6 +299,7 @@ async fn readiness_follows_the_self_test() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(running.get("/ready").await.starts_with("HTTP/1.1 200"));
+    drop(running);
     let config = Config { self_test: Some(test(vec![ids[0], 7, 7])), ..Config::default() };
     let running = start(config, Duration::from_millis(1), 3).await;
     let result = running.task.await.expect("no panic");
