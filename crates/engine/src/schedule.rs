@@ -1,5 +1,5 @@
-//! Decides what each step does. No device in scope: plain data in ([`Done`]), plain data out
-//! ([`Work`]).
+//! Decides what each step does. No device in scope: plain data in ([`Done`](crate::work::Done)), plain data out
+//! ([`Work`](crate::work::Work)).
 
 mod admit;
 mod commit;

@@ -174,7 +174,7 @@ pub fn write(
     write_plan(out, &plan(options)?, options.seed, progress)
 }
 
-/// Makes the checkpoint that `plan` describes in the new or empty folder `out`; see [`write`].
+/// Makes the checkpoint that `plan` describes in the new or empty folder `out`; see [`write()`].
 pub fn write_plan(
     out: &Path,
     plan: &Plan,

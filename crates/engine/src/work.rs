@@ -43,7 +43,7 @@ pub enum Op {
         /// Destination.
         to: u32,
     },
-    /// Copies a slot and pages to the host; they come back in [`Done::saved`].
+    /// Copies a slot and pages to the host; they come back in the saved parts of [`Done`].
     SaveState {
         /// What for.
         name: SaveName,

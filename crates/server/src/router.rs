@@ -54,7 +54,7 @@ async fn wrong_method(request: Request) -> ApiError {
     ApiError::Method { path, method }
 }
 
-/// The error travels to [`around`], which knows the shape that the path's clients expect.
+/// The error travels to `around`, which knows the shape that the path's clients expect.
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response<Body> {
         let mut response = Response::new(Body::empty());

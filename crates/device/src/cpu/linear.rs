@@ -1,6 +1,6 @@
 //! Linear layers over weights in stored form, read in place.
 //!
-//! Every product follows the order of [`lanes`](super::lanes), whatever the number of rows, the
+//! Every product follows the order of `lanes`, whatever the number of rows, the
 //! threads and the instruction set.
 
 #[cfg(target_arch = "x86_64")]

@@ -3,7 +3,7 @@
 use deepinfer_device::DeviceError;
 use std::path::PathBuf;
 
-/// Why a comparison could not be made. That numbers differ is no error: see [`Report`].
+/// Why a comparison could not be made. That numbers differ is no error: see [`Report`](super::Report).
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
     /// A file could not be read.

@@ -3,7 +3,7 @@
 //!
 //! A free run computes a prompt in one pass and compares everything on the way, then continues
 //! greedily and drafts at the reference's anchors. A forced run makes each layer start from the
-//! reference's values ([`force`]), so that one layer's error is seen alone: for positions that no
+//! reference's values (`force`), so that one layer's error is seen alone: for positions that no
 //! two roundings of the arithmetic agree on, and for devices of lower precision.
 
 mod compare;
