@@ -81,17 +81,6 @@ impl Report {
     }
 }
 
-/// Tolerances are absolute, for values of a root-mean-square up to this (see `tolerance.rs`).
-const USUAL: f64 = 8.0;
-
-/// How many times the usual size the numbers have: trained streams hold a few elements in the
-/// thousands, and every sum over them rounds accordingly. 1 for numbers of the usual size.
-fn magnitude(reference: &[f32]) -> f64 {
-    let squares: f64 = reference.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    let rms = (squares / reference.len().max(1) as f64).sqrt();
-    if rms > USUAL { rms / USUAL } else { 1.0 }
-}
-
 /// Collects differences of one line.
 #[derive(Clone, Debug)]
 pub struct Tally {
@@ -99,8 +88,6 @@ pub struct Tally {
     prompt: String,
     quantity: &'static str,
     tolerance: Option<f64>,
-    /// The largest tolerance that was used: see [`magnitude`].
-    widest: f64,
     /// How many may lie outside the tolerance: a value that sits on a rounding boundary of a cache
     /// format moves by a whole step.
     allowed_outside: f64,
@@ -135,7 +122,6 @@ impl Tally {
             prompt: prompt.to_owned(),
             quantity,
             tolerance: None,
-            widest: 0.0,
             allowed_outside: 0.0,
             allowed_rms: f64::INFINITY,
             compared: 0,
@@ -158,8 +144,7 @@ impl Tally {
     /// Compares rows of numbers; `place(i)` names number `i`.
     pub fn floats(&mut self, own: &[f32], reference: &[f32], place: impl Fn(usize) -> String) {
         assert_eq!(own.len(), reference.len(), "{}: lengths", self.quantity);
-        let tolerance = self.tolerance.unwrap_or(0.0) * magnitude(reference);
-        self.widest = self.widest.max(tolerance);
+        let tolerance = self.tolerance.unwrap_or(0.0);
         for (i, (&a, &b)) in own.iter().zip(reference).enumerate() {
             let (a, b) = (f64::from(a), f64::from(b));
             // A NaN on either side is as wrong as can be.
@@ -222,7 +207,7 @@ impl Tally {
             compared: self.compared,
             outside: self.outside,
             max_error: numbers.then_some(self.max_error),
-            tolerance: self.tolerance.map(|t| t.max(self.widest)),
+            tolerance: self.tolerance,
             relative_rms: numbers.then_some(rms),
             worst: self.worst,
             first: self.first,
@@ -321,18 +306,6 @@ mod tests {
         let mut tally = Tally::numbers("f32", "p1", "logits", 1e-3);
         tally.floats(own, reference, |i| format!("position {i}"));
         tally.check()
-    }
-
-    #[test]
-    fn tolerances_grow_with_numbers_beyond_the_usual_size() {
-        let line = |reference: [f32; 2], error: f32| {
-            let mut tally = Tally::numbers("f32", "p1", "streams", 1e-3);
-            tally.floats(&[reference[0] + error, reference[1]], &reference, |i| i.to_string());
-            tally.check().status
-        };
-        assert_eq!(line([8.0, 8.0], 2e-3), Status::Fail);
-        assert_eq!(line([800.0, 800.0], 5e-2), Status::Pass);
-        assert_eq!(line([800.0, 800.0], 2e-1), Status::Fail);
     }
 
     #[test]
