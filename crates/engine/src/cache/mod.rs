@@ -8,8 +8,8 @@
 mod geometry;
 pub mod pages;
 pub mod prefix;
-pub mod tiers;
 mod snapshot;
+pub mod tiers;
 
 pub use geometry::{CacheFormat, Geometry, RowFormats};
 pub use snapshot::Snapshot;

@@ -44,11 +44,7 @@ impl<D: Device> Model<D> {
 }
 
 /// Appends the table rows that a sequence's rows look up, for every n-gram memory: `[rows, columns]`.
-pub fn push_rows(
-    engram: &Engram,
-    q: &PlanSequence,
-    out: &mut [Vec<u64>],
-) {
+pub fn push_rows(engram: &Engram, q: &PlanSequence, out: &mut [Vec<u64>]) {
     let hasher = &engram.hasher;
     let text = |i: usize| q.context.get(i).unwrap_or_else(|| &q.tokens[i - q.context.len()]);
     let mut window = vec![hasher.pad(); hasher.window_len()];
