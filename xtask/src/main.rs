@@ -1,0 +1,5 @@
+//! Chores of the repository.
+
+fn main() {
+    println!("usage: cargo xtask CHORE");
+}
