@@ -43,4 +43,41 @@ pub enum DeviceError {
         /// The slot.
         slot: u32,
     },
+    /// There is no NVIDIA driver.
+    #[error("no NVIDIA driver (libcuda) on this machine: install one, or use the CPU")]
+    NoDriver,
+    /// There is no GPU of that number.
+    #[error("no CUDA device {ordinal}: the driver has {count}, counted from 0")]
+    NoDevice {
+        /// Number asked for.
+        ordinal: usize,
+        /// Devices there are.
+        count: usize,
+    },
+    /// A GPU lacks instructions that the kernels need.
+    #[error("{name} has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed")]
+    TooOld {
+        /// Name of the GPU.
+        name: String,
+        /// Its architecture.
+        major: i32,
+        /// Its variant.
+        minor: i32,
+    },
+    /// The driver of a GPU refused a call, or a kernel that ran before it failed.
+    #[error("{operation} on the GPU: {error}")]
+    Driver {
+        /// What was asked for.
+        operation: &'static str,
+        /// What the driver said.
+        error: String,
+    },
+    /// A device lacks an operation.
+    #[error("not implemented on {device}: {operation}")]
+    Missing {
+        /// Name of the device.
+        device: &'static str,
+        /// Name of the operation.
+        operation: &'static str,
+    },
 }

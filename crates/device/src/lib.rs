@@ -4,12 +4,14 @@
 //! reference. A model is written once over that trait.
 
 pub mod cpu;
+pub mod cuda;
 pub mod error;
 pub mod formats;
 pub mod ops;
 pub mod tensor;
 
 pub use cpu::Cpu;
+pub use cuda::Cuda;
 pub use error::DeviceError;
 pub use ops::Device;
 pub use tensor::{Element, Expert, Format, RowFormat, StoredMatrix};

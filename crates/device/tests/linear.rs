@@ -1,11 +1,13 @@
 //! Linear layers: the same bits for every row count, thread count and instruction set; right
 //! against f64.
 
+mod common;
+
 use bytes::Bytes;
 use deepinfer_device::cpu::linear::{Weight, grouped_linear, linear, linear_f32};
 use deepinfer_device::cpu::{Cpu, Isa};
 use deepinfer_device::formats::{dequantize_matrix_row, encode_matrix};
-use deepinfer_device::{Format, StoredMatrix};
+use deepinfer_device::{Device, Format, StoredMatrix};
 use proptest::prelude::*;
 
 const FORMATS: [Format; 5] =
@@ -269,4 +271,246 @@ proptest! {
             assert_bits(&format!("{isa:?}"), &run(&cpu, &x, &w, 1), &want[..n]);
         }
     }
+}
+
+/// Activations that are exact in bf16.
+fn act_values(random: &mut Random, n: usize) -> Vec<f32> {
+    let exact = |x: f32| half::bf16::from_f32(x).to_f32();
+    random.values(n).into_iter().map(exact).collect()
+}
+
+/// `x @ w^T` with f32 results on any device.
+fn f32_product<D: Device>(device: &D, x: &[f32], w: &D::Matrix, n: usize, rows: usize) -> Vec<f32> {
+    let mut out = common::output(device, rows * n);
+    device.linear_f32(&common::act(device, x), w, 1.0, rows, &mut out).expect("runs");
+    common::read(device, &out)
+}
+
+/// The same with activations as results, of `groups` groups.
+fn act_product<D: Device>(
+    device: &D,
+    x: &[f32],
+    w: &D::Matrix,
+    n: usize,
+    groups: usize,
+    rows: usize,
+) -> Vec<f32> {
+    let mut out = common::output_act(device, rows * n);
+    let x = common::act(device, x);
+    match groups {
+        1 => device.linear(&x, w, rows, &mut out).expect("runs"),
+        _ => device.grouped_linear(&x, w, groups, rows, &mut out).expect("runs"),
+    }
+    common::read_act(device, &out)
+}
+
+fn rows_do_not_see_each_other<D: Device>(device: &D) -> Vec<u32> {
+    let mut random = Random(11);
+    let mut all = Vec::new();
+    // The second shape has no whole groups, the last one enough tiles to walk all chunks in each.
+    for (n, k) in [(70, 192), (37, 75), (200, 2080), (130, 5120), (4100, 320)] {
+        for format in FORMATS {
+            if n > 1000 && !matches!(format, Format::Fp8Block32 | Format::Bf16) {
+                continue;
+            }
+            let w = device.matrix(random.matrix(format, n, k)).expect("a weight");
+            let x = act_values(&mut random, 512 * k);
+            let wide = f32_product(device, &x, &w, n, 512);
+            let narrow = act_product(device, &x, &w, n, 1, 512);
+            let check = |from: usize, rows: usize| {
+                let x = &x[from * k..][..rows * k];
+                let what = format!("{format:?} {n} x {k}, rows {from}.. ({rows})");
+                assert_bits(
+                    &what,
+                    &f32_product(device, x, &w, n, rows),
+                    &wide[from * n..][..rows * n],
+                );
+                let got = act_product(device, x, &w, n, 1, rows);
+                assert_bits(&what, &got, &narrow[from * n..][..rows * n]);
+            };
+            let counts: &[usize] = if n > 1000 { &[1, 33, 128] } else { &ROWS };
+            counts.iter().for_each(|rows| check(0, *rows));
+            counts.iter().for_each(|rows| check(512 - rows, *rows));
+            check(77, 1);
+            all.extend(common::bits(&wide));
+        }
+    }
+    all
+}
+
+/// Bound of the error of a sum of `k` products, relative to the sum of magnitudes. Tensor cores add
+/// eight aligned products to a sum, cut off (not rounded) below its last place.
+fn error_bound(k: usize) -> f64 {
+    2f64.powi(-22) * (k.div_ceil(8) + 8) as f64
+}
+
+fn close_to_f64<D: Device>(device: &D) -> Vec<u32> {
+    let mut random = Random(12);
+    let mut all = Vec::new();
+    for (rows, n, k) in [(9, 130, 1000), (64, 130, 1000), (3, 40, 5120)] {
+        for format in FORMATS {
+            let stored = random.matrix(format, n, k);
+            let w = device.matrix(stored.clone()).expect("a weight");
+            let x = act_values(&mut random, rows * k);
+            let got = f32_product(device, &x, &w, n, rows);
+            let rounded = act_product(device, &x, &w, n, 1, rows);
+            let mut row = vec![0.0; k];
+            let (mut worst, mut sum, mut squares) = (0f64, 0f64, 0f64);
+            for j in 0..n {
+                dequantize_matrix_row(&stored, j, &mut row);
+                for i in 0..rows {
+                    let terms = x[i * k..][..k].iter().zip(&row);
+                    let products = terms.map(|(x, w)| f64::from(*x) * f64::from(*w));
+                    let (want, size) = products.fold((0.0, 0.0), |(s, m), p| (s + p, m + p.abs()));
+                    let error = (f64::from(got[i * n + j]) - want) / size;
+                    worst = worst.max(error.abs());
+                    (sum, squares) = (sum + error, squares + error * error);
+                    let narrow = f64::from(rounded[i * n + j]);
+                    let allowed = error_bound(k) * size + common::tolerance::<D>() * want.abs();
+                    assert!((narrow - want).abs() <= allowed, "{format:?}: {narrow}, not {want}");
+                }
+            }
+            let count = (n * rows) as f64;
+            let what = format!("{format:?} {rows} x {n} x {k}");
+            println!(
+                "{what}: worst {worst:e}, mean {:e}, rms {:e}",
+                sum / count,
+                (squares / count).sqrt()
+            );
+            assert!(worst <= error_bound(k), "{what}");
+            // Five deviations of a mean of independent errors.
+            assert!((sum / count).abs() <= 5.0 * (squares / count / count).sqrt(), "{what}");
+            all.extend(common::bits(&got));
+        }
+    }
+    all
+}
+
+/// Rows of the unit matrix read the weights, exactly.
+fn unit_rows_read_weights<D: Device>(device: &D) -> Vec<u32> {
+    let mut random = Random(13);
+    let mut all = Vec::new();
+    for format in FORMATS {
+        for k in [100, 104] {
+            let n = 40;
+            let stored = random.matrix(format, n, k);
+            let w = device.matrix(stored.clone()).expect("a weight");
+            let mut x = vec![0.0; k * k];
+            (0..k).for_each(|i| x[i * k + i] = 1.0);
+            let mut row = vec![0.0; k];
+            for rows in [k, 5] {
+                let got = f32_product(device, &x[..rows * k], &w, n, rows);
+                let narrow = act_product(device, &x[..rows * k], &w, n, 1, rows);
+                for j in 0..n {
+                    dequantize_matrix_row(&stored, j, &mut row);
+                    for i in 0..rows {
+                        assert!(got[i * n + j] == row[i], "{format:?} [{j}, {i}]");
+                        let exact = format != Format::F32 || size_of::<D::Act>() == 4;
+                        assert!(!exact || narrow[i * n + j] == row[i], "{format:?} [{j}, {i}]");
+                    }
+                }
+                all.extend(common::bits(&got));
+            }
+        }
+    }
+    all
+}
+
+/// Every code, with scales over most of their range.
+fn every_code_is_read<D: Device>(device: &D) -> Vec<u32> {
+    let mut all = Vec::new();
+    for format in [Format::Fp8Block32, Format::Fp8Row32, Format::Fp4Row32] {
+        let (n, k) = (64, 64);
+        let data: Vec<u8> = (0..n * format.row_bytes(k))
+            .map(|i| i as u8)
+            .map(|code| if format != Format::Fp4Row32 && code & 0x7f == 0x7f { 0 } else { code })
+            .collect();
+        let (scale_rows, groups) = format.scale_shape(n, k).unwrap_or((0, 0));
+        for lowest in [12u8, 60, 100, 124] {
+            let scale =
+                (0..scale_rows * groups).map(|i| lowest + (i % 5) as u8).collect::<Vec<_>>();
+            let stored = StoredMatrix::new(format, n, k, data.clone().into(), scale.into());
+            let w = device.matrix(stored.clone()).expect("a weight");
+            let mut x = vec![0.0; k * k];
+            (0..k).for_each(|i| x[i * k + i] = 1.0);
+            let got = f32_product(device, &x, &w, n, k);
+            let mut row = vec![0.0; k];
+            for j in 0..n {
+                dequantize_matrix_row(&stored, j, &mut row);
+                for i in 0..k {
+                    assert!(got[i * n + j] == row[i], "{format:?}, scale {lowest}: [{j}, {i}]");
+                }
+            }
+            all.extend(common::bits(&got));
+        }
+    }
+    all
+}
+
+fn groups_are_products_of_parts<D: Device>(device: &D) -> Vec<u32> {
+    let mut random = Random(14);
+    let mut all = Vec::new();
+    for format in FORMATS {
+        let (groups, o, k) = (3, 41, 96);
+        let stored = random.matrix(format, groups * o, k);
+        let w = device.matrix(stored.clone()).expect("a weight");
+        for rows in [1, 7, 40, 129] {
+            let x = act_values(&mut random, rows * groups * k);
+            let got = act_product(device, &x, &w, groups * o, groups, rows);
+            for g in 0..groups {
+                let part = device.matrix(stored.row_range(g * o..(g + 1) * o)).expect("a part");
+                let of_group = |r: usize| &x[(r * groups + g) * k..][..k];
+                let x: Vec<f32> = (0..rows).flat_map(of_group).copied().collect();
+                let want = act_product(device, &x, &part, o, 1, rows);
+                for r in 0..rows {
+                    let got = &got[(r * groups + g) * o..][..o];
+                    assert_bits(&format!("{format:?}"), got, &want[r * o..][..o]);
+                }
+            }
+            all.extend(common::bits(&got));
+        }
+        let x = act_values(&mut random, 7 * k);
+        let whole = f32_product(device, &x, &w, groups * o, 7);
+        let mut out = common::output(device, whole.len());
+        device.linear_f32(&common::act(device, &x), &w, 0.3, 7, &mut out).expect("runs");
+        let want: Vec<f32> = whole.iter().map(|v| v * 0.3).collect();
+        assert_bits("factor", &common::read(device, &out), &want);
+        device.linear_f32(&common::act(device, &[]), &w, 1.0, 0, &mut out).expect("runs");
+    }
+    all
+}
+
+#[test]
+fn devices_rows() {
+    on_cuda!(rows_do_not_see_each_other);
+}
+
+#[test]
+fn devices_precision() {
+    on_cuda!(close_to_f64);
+}
+
+#[test]
+fn devices_weights() {
+    for_each_device!(unit_rows_read_weights);
+    for_each_device!(every_code_is_read);
+}
+
+#[test]
+fn devices_groups() {
+    for_each_device!(groups_are_products_of_parts);
+}
+
+#[test]
+fn cuda_refuses_what_it_cannot_read() {
+    let Some(cuda) = common::cuda() else { return };
+    let (data, scale) = encode_matrix(Format::Fp8Block32, &[1.0; 64 * 64], 64, 64);
+    let whole = StoredMatrix::new(Format::Fp8Block32, 64, 64, data.into(), scale.into());
+    let mut short = whole.clone();
+    short.data = short.data.slice(1..);
+    let message = |m| cuda.matrix(m).err().expect("refused").to_string();
+    assert!(message(short).contains("do not cover"));
+    let mut large = whole;
+    large.scale = vec![135; 4].into();
+    assert!(message(large).contains("2^8"), "the scale is named");
 }

@@ -3,8 +3,9 @@
 
 use deepinfer_device::cpu::Isa;
 use deepinfer_device::ops::RowMap;
-use deepinfer_device::{Cpu, Device, Element, RowFormat};
+use deepinfer_device::{Cpu, Cuda, Device, DeviceError, Element, RowFormat};
 use std::ops::Range;
+use std::sync::OnceLock;
 
 /// Row counts at which results must not change.
 pub const ROWS: [usize; 11] = [1, 2, 5, 6, 7, 16, 17, 127, 128, 129, 512];
@@ -20,7 +21,25 @@ pub fn cpus() -> Vec<(String, Cpu)> {
         .collect()
 }
 
-/// Runs `fn body<D: Device>(device: &D) -> Vec<u32>` on every device; CPUs must return equal bits.
+/// The first GPU, if this machine has one.
+pub fn cuda() -> Option<&'static Cuda> {
+    static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
+    let open = || match Cuda::open(0) {
+        Ok(cuda) => {
+            println!("on {:?} too", cuda.info());
+            Some(cuda)
+        }
+        Err(error @ (DeviceError::NoDriver | DeviceError::NoDevice { .. })) => {
+            println!("not on CUDA: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    };
+    CUDA.get_or_init(open).as_ref()
+}
+
+/// Runs `fn body<D: Device>(device: &D) -> Vec<u32>` on every device; CPUs must return equal bits,
+/// and a GPU the same ones each time.
 #[macro_export]
 macro_rules! for_each_device {
     ($body:ident) => {{
@@ -29,6 +48,18 @@ macro_rules! for_each_device {
             let bits = $body(&cpu);
             let want = first.get_or_insert_with(|| bits.clone());
             assert!(*want == bits, "{}: other bits on {name}", stringify!($body));
+        }
+        $crate::on_cuda!($body);
+    }};
+}
+
+/// The same on the GPU alone.
+#[macro_export]
+macro_rules! on_cuda {
+    ($body:ident) => {{
+        if let Some(cuda) = $crate::common::cuda() {
+            let once = $body(cuda);
+            assert!(once == $body(cuda), "{}: other bits the second time", stringify!($body));
         }
     }};
 }

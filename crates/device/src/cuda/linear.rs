@@ -1,0 +1,216 @@
+//! Products with weights in stored form. `kernels/linear.cu` says in which order they are added.
+
+use super::Cuda;
+use super::launch::{MAX_BLOCKS_YZ, args, u32_of};
+use super::memory::{Buffer, Ptr};
+use super::scratch::ScratchGuard;
+use super::stored::{Matrix, SLAB};
+use crate::ops::Result;
+use crate::tensor::Format;
+use half::bf16;
+
+/// Most chunks of a row; the kernels hold as many partial sums.
+const CHUNKS: usize = 8;
+/// Least values in a chunk.
+const LEAST_CHUNK: usize = 256;
+/// Rows of x up to which a block holds them all, with weights straight in registers.
+const FEW_ROWS: usize = 32;
+/// Weight rows and rows of x of a block for many rows.
+const TILE: (usize, usize) = (128, 64);
+/// Blocks for many rows below which chunks get blocks of their own.
+const FEW_BLOCKS: usize = 256;
+/// Most values of chunk sums at a time.
+const MOST_SUMS: usize = 64 << 20;
+
+/// Values in a chunk, a function of the row's length alone, and chunks.
+fn chunks(k: usize) -> (usize, usize) {
+    let chunk = k.div_ceil(CHUNKS).next_multiple_of(SLAB).max(LEAST_CHUNK);
+    (chunk, k.div_ceil(chunk).max(1))
+}
+
+/// One product.
+struct Product<'a> {
+    operation: &'static str,
+    w: &'a Matrix,
+    groups: usize,
+    factor: f32,
+    to_f32: bool,
+}
+
+pub(super) fn linear(
+    cuda: &Cuda,
+    x: &Buffer<bf16>,
+    w: &Matrix,
+    rows: usize,
+    out: &mut Buffer<bf16>,
+) -> Result<()> {
+    let product = Product { operation: "linear", w, groups: 1, factor: 1.0, to_f32: false };
+    let (x, out) = (x.head(rows * w.cols), out.head(rows * w.rows));
+    product.run(cuda, x, rows, out, &mut cuda.scratch())
+}
+
+pub(super) fn linear_f32(
+    cuda: &Cuda,
+    x: &Buffer<bf16>,
+    w: &Matrix,
+    factor: f32,
+    rows: usize,
+    out: &mut Buffer<f32>,
+) -> Result<()> {
+    let (x, out) = (x.head(rows * w.cols), out.head(rows * w.rows));
+    to_f32(cuda, "linear_f32", x, w, factor, rows, out, &mut cuda.scratch())
+}
+
+pub(super) fn grouped_linear(
+    cuda: &Cuda,
+    x: &Buffer<bf16>,
+    w: &Matrix,
+    groups: usize,
+    rows: usize,
+    out: &mut Buffer<bf16>,
+) -> Result<()> {
+    assert!(w.rows.is_multiple_of(groups), "{groups} groups in {} rows", w.rows);
+    let product = Product { operation: "grouped_linear", w, groups, factor: 1.0, to_f32: false };
+    let (x, out) = (x.head(rows * groups * w.cols), out.head(rows * w.rows));
+    product.run(cuda, x, rows, out, &mut cuda.scratch())
+}
+
+/// `linear_f32` inside another operation.
+pub(super) fn to_f32(
+    cuda: &Cuda,
+    operation: &'static str,
+    x: Ptr,
+    w: &Matrix,
+    factor: f32,
+    rows: usize,
+    out: Ptr,
+    scratch: &mut ScratchGuard<'_>,
+) -> Result<()> {
+    Product { operation, w, groups: 1, factor, to_f32: true }.run(cuda, x, rows, out, scratch)
+}
+
+impl Product<'_> {
+    /// Rows in pieces that a grid can have and whose chunk sums are not too many.
+    fn run(
+        &self,
+        cuda: &Cuda,
+        x: Ptr,
+        rows: usize,
+        out: Ptr,
+        scratch: &mut ScratchGuard<'_>,
+    ) -> Result<()> {
+        if rows == 0 || self.w.rows == 0 {
+            return Ok(());
+        }
+        let out_bytes = if self.to_f32 { 4 } else { 2 };
+        let step = MAX_BLOCKS_YZ;
+        for first in (0..rows).step_by(step) {
+            let x = x.add(first * self.groups * self.w.cols * 2);
+            let out = out.add(first * self.w.rows * out_bytes);
+            self.piece(cuda, x, step.min(rows - first), out, scratch)?;
+        }
+        Ok(())
+    }
+
+    fn piece(
+        &self,
+        cuda: &Cuda,
+        x: Ptr,
+        rows: usize,
+        out: Ptr,
+        scratch: &mut ScratchGuard<'_>,
+    ) -> Result<()> {
+        let n = self.w.rows / self.groups;
+        let (_, chunks) = chunks(self.w.cols);
+        let name = match self.w.format {
+            Format::F32 => {
+                // One row of x gets as many blocks as there are weight rows.
+                let r = if rows == 1 { 1 } else { 4 };
+                let blocks = [self.groups * n.div_ceil(r), rows.div_ceil(r), 1];
+                return self.launch(
+                    cuda,
+                    &format!("linear_f32_{r}"),
+                    blocks,
+                    chunks * 32,
+                    x,
+                    rows,
+                    out,
+                );
+            }
+            Format::Bf16 => "bf16",
+            Format::Fp8Block32 | Format::Fp8Row32 => "fp8",
+            Format::Fp4Row32 => "fp4",
+        };
+        if rows <= FEW_ROWS || !self.w.cols.is_multiple_of(8) {
+            let eights = if rows <= 8 {
+                1
+            } else if rows <= 16 {
+                2
+            } else {
+                4
+            };
+            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(8 * eights), 1];
+            let kernel = format!("linear_few_{name}_{eights}");
+            return self.launch(cuda, &kernel, blocks, chunks * 32, x, rows, out);
+        }
+        let kernel = format!("linear_tile_{name}");
+        let (tiles, high) = (self.groups * n.div_ceil(TILE.0), rows.div_ceil(TILE.1));
+        let sums = rows * self.w.rows;
+        if chunks == 1 || tiles * high >= FEW_BLOCKS || chunks * sums > MOST_SUMS {
+            return self.launch(cuda, &kernel, [high, tiles, 1], 256, x, rows, out);
+        }
+        let partial = scratch.take::<f32>(chunks * sums)?;
+        self.launch(cuda, &kernel, [high, tiles, chunks], 256, x, rows, partial)?;
+        let args =
+            args![partial, u32_of(chunks), sums as u64, self.factor, u32::from(self.to_f32), out,];
+        cuda.launch(self.operation, "linear_sum", [sums.div_ceil(256), 1, 1], 256, 0, args)
+    }
+
+    fn launch(
+        &self,
+        cuda: &Cuda,
+        kernel: &str,
+        blocks: [usize; 3],
+        threads: usize,
+        x: Ptr,
+        rows: usize,
+        out: Ptr,
+    ) -> Result<()> {
+        let w = self.w;
+        let (chunk, chunks) = chunks(w.cols);
+        let shift = if w.format == Format::Fp8Block32 { 5u32 } else { 0 };
+        let args = args![
+            x,
+            w.data,
+            w.row_stride as u64,
+            w.scale,
+            w.scale_stride as u64,
+            u32_of(w.scale_row0),
+            shift,
+            u32_of(rows),
+            u32_of(w.rows / self.groups),
+            u32_of(w.cols),
+            u32_of(self.groups),
+            u32_of(chunk),
+            u32_of(chunks),
+            self.factor,
+            u32::from(self.to_f32),
+            out,
+        ];
+        cuda.launch(self.operation, kernel, blocks, threads, 0, args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_a_row_and_are_few() {
+        for k in (1..5000).chain([5120, 8192, 15360, 20480, 129_280]) {
+            let (chunk, count) = chunks(k);
+            assert!(chunk.is_multiple_of(SLAB) && count <= CHUNKS, "{k}");
+            assert!(chunk * count >= k && chunk * (count - 1) < k, "{k}");
+        }
+    }
+}

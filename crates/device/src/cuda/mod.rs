@@ -1,0 +1,103 @@
+//! NVIDIA GPUs from Ampere (compute capability 8.0) on, through the driver alone.
+//!
+//! The driver's library is opened at run time, and the kernels are embedded in the binary, so one
+//! binary starts with and without a GPU. Activations are bf16; sums, norms and mixing are f32.
+//!
+//! All operations of a device run in one stream, in the order of the calls, so memory that one
+//! operation leaves behind may be used by the next. Only `download` and `sync` wait for the GPU;
+//! an upload waits if more than a few megabytes of earlier uploads are still under way.
+
+mod attend;
+mod compress;
+mod context;
+mod device;
+mod engram;
+pub mod experts;
+mod join;
+mod kernels;
+mod launch;
+mod linear;
+mod memory;
+mod norm;
+mod rope;
+mod route;
+mod rows;
+mod sample;
+mod scratch;
+mod select;
+mod staging;
+mod stored;
+mod streams;
+
+pub use context::CudaDevice;
+pub use memory::Buffer;
+pub use stored::{Matrix, Placement};
+
+use crate::error::DeviceError;
+use crate::ops::Result;
+use context::Context;
+use kernels::Kernels;
+use scratch::Scratch;
+use staging::Staging;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// One GPU.
+pub struct Cuda {
+    context: Arc<Context>,
+    kernels: Kernels,
+    staging: Mutex<Staging>,
+    scratch: Mutex<Scratch>,
+}
+
+impl Cuda {
+    /// The GPU with this number (from 0, as the driver counts). Creates a context and loads the
+    /// kernels.
+    ///
+    /// # Errors
+    /// Without a driver or such a GPU, if the GPU is older than Ampere, or if the driver refuses.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let kernels = Kernels::load(&context)?;
+        let staging = Mutex::new(Staging::new(&context)?);
+        let scratch = Mutex::new(Scratch::new(&context)?);
+        Ok(Self { context, kernels, staging, scratch })
+    }
+
+    /// The GPUs that the driver knows, usable or not.
+    ///
+    /// # Errors
+    /// Without a driver.
+    pub fn devices() -> Result<Vec<CudaDevice>> {
+        context::devices()
+    }
+
+    /// What this GPU is.
+    pub fn info(&self) -> &CudaDevice {
+        &self.context.info
+    }
+
+    /// Bytes of device memory: free now, and all.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.context.memory()
+    }
+
+    /// The time that `f`'s operations take on the GPU, in milliseconds. Waits for them.
+    pub fn time(&self, f: impl FnOnce() -> Result<()>) -> Result<f32> {
+        self.context.time(f)
+    }
+
+    /// Copies host bytes to device memory without waiting for it.
+    fn upload_bytes(&self, bytes: &[u8], to: memory::Ptr) -> Result<()> {
+        lock(&self.staging).upload(&self.context, bytes, to)
+    }
+}
+
+/// The error of an operation that this device lacks.
+fn missing<T>(operation: &'static str) -> Result<T> {
+    Err(DeviceError::Missing { device: "cuda", operation })
+}
+
+/// What a thread that panicked left behind is as good as ever: it is written anew before use.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

@@ -1,0 +1,74 @@
+//! Memory for intermediate results of an operation.
+//!
+//! One block, reserved when the device is opened and grown when an operation asks for more, which
+//! waits for the GPU: a warm-up with the largest step leaves nothing to grow. An operation holds the
+//! scratch until it has launched its last kernel; the stream's order keeps operations apart.
+
+use super::context::Context;
+use super::memory::{Memory, Plain, Ptr, bytes_of};
+use super::{Cuda, lock};
+use crate::ops::Result;
+use std::sync::{Arc, MutexGuard};
+
+/// Bytes reserved at the start.
+const FIRST: usize = 64 << 20;
+/// Alignment of every piece.
+const ALIGN: usize = 256;
+
+/// The scratch memory of a device.
+pub(super) struct Scratch {
+    /// The last one is in use; those before it are too small, and hold pieces of this operation.
+    blocks: Vec<Memory>,
+    used: usize,
+}
+
+impl Scratch {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
+        Ok(Self { blocks: vec![Memory::new(context, "scratch", FIRST)?], used: 0 })
+    }
+
+    fn take(&mut self, context: &Arc<Context>, bytes: usize) -> Result<Ptr> {
+        let have = self.blocks.last().map_or(0, Memory::bytes);
+        if self.used + bytes > have {
+            let wanted = (2 * have).max(bytes.next_multiple_of(ALIGN));
+            self.blocks.push(Memory::new(context, "scratch", wanted)?);
+            self.used = 0;
+        }
+        let ptr = self.blocks.last().map_or(Ptr::NULL, Memory::ptr).add(self.used);
+        self.used = (self.used + bytes).next_multiple_of(ALIGN);
+        Ok(ptr)
+    }
+}
+
+/// The scratch while an operation uses it.
+pub(super) struct ScratchGuard<'a> {
+    cuda: &'a Cuda,
+    scratch: MutexGuard<'a, Scratch>,
+}
+
+impl Cuda {
+    /// The whole scratch memory, for one operation.
+    pub(super) fn scratch(&self) -> ScratchGuard<'_> {
+        let mut scratch = lock(&self.scratch);
+        scratch.used = 0;
+        // Freeing waits for the kernels that use what is freed.
+        let small = scratch.blocks.len().saturating_sub(1);
+        scratch.blocks.drain(..small);
+        ScratchGuard { cuda: self, scratch }
+    }
+}
+
+impl ScratchGuard<'_> {
+    /// Memory for `len` values with undefined contents, aligned to 256 bytes, until the guard goes.
+    pub(super) fn take<T: Plain>(&mut self, len: usize) -> Result<Ptr> {
+        self.scratch.take(&self.cuda.context, len * size_of::<T>())
+    }
+
+    /// The same with these values.
+    #[allow(dead_code)] // For operations that take host arrays.
+    pub(super) fn put<T: Plain>(&mut self, values: &[T]) -> Result<Ptr> {
+        let ptr = self.take::<T>(values.len())?;
+        self.cuda.upload_bytes(bytes_of(values), ptr)?;
+        Ok(ptr)
+    }
+}
