@@ -10,7 +10,7 @@ use deepinfer::metrics::Metrics;
 use deepinfer::output::OutputText;
 use deepinfer::request::{RequestId, SamplingParams, Token, event_queue};
 use deepinfer::schedule::{Scheduler, Shape};
-use deepinfer::sequence::Arrival;
+use deepinfer::sequence::{Arrival, Form};
 use deepinfer::step::{Inline, StepLoop};
 use deepinfer::work::{Done, SequenceDone, Work, Worker};
 use deepinfer_device::DeviceError;
@@ -26,7 +26,7 @@ impl Worker for Nothing {
             let verified = sequence.follow.unwrap_or(0);
             let count = if sequence.sample { 1 + verified as usize } else { 0 };
             let tokens = vec![Token { id: 7, logprobs: None }; count];
-            SequenceDone { tokens, verified, prompt_logprobs: Vec::new() }
+            SequenceDone { tokens, verified, ..SequenceDone::default() }
         };
         let sequences = work.sequences.iter().map(each).collect();
         Ok(Done { sequences, ..Done::default() })
@@ -81,6 +81,8 @@ fn run(drafts: usize, count: u64, prompt: usize, output: usize) -> f64 {
             prompt: (0..prompt as u32).map(|j| 100 + j * 7 + i as u32).collect(),
             seed: 0,
             max_len: prompt + output,
+            form: Form::Free,
+            leader: None,
             text: OutputText::new(None, Vec::new()),
             sink,
             time: Instant::now(),

@@ -14,19 +14,20 @@ pub use generate::Progress;
 pub use open::identity;
 
 use crate::cache::tiers::Tiers;
+use crate::grammar::{CompileError, Compiler, CompilerLimits, GrammarSpec, GrammarVocabulary};
 use crate::metrics::Metrics;
 use crate::output::OutputText;
 use crate::request::{
     Bounds, Prompt, Request, RequestError, RequestHandle, RequestId, event_queue,
 };
 use crate::schedule::{Held, Scheduler, Shape};
-use crate::sequence::Arrival;
+use crate::sequence::{Arrival, Form};
 use crate::step::{Executor, StepLoop, Threaded};
 use crate::tokenizer::Tokenizer;
 use crate::work::Worker;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -40,6 +41,10 @@ pub struct Engine {
     bounds: Bounds,
     queue_limit: usize,
     tokenizer: Option<Arc<Tokenizer>>,
+    /// Tokens that end a text.
+    ends: Vec<u32>,
+    /// Made for the first grammar.
+    compiler: OnceLock<Result<Compiler, RequestError>>,
     metrics: Arc<Metrics>,
     next_id: AtomicU64,
     thread: Option<JoinHandle<()>>,
@@ -82,6 +87,7 @@ impl Engine {
         let metrics = Arc::new(Metrics::default());
         let bounds = shape.bounds(tokenizer.is_some());
         let queue_limit = shape.max_queued_requests;
+        let ends = shape.ends.clone();
         let scheduler = Scheduler::new(shape, tiers, metrics.clone());
         let executor = Threaded::new(worker).map_err(EngineError::Thread)?;
         let shared = Arc::new(Shared::default());
@@ -95,48 +101,97 @@ impl Engine {
             bounds,
             queue_limit,
             tokenizer,
+            ends,
+            compiler: OnceLock::new(),
             metrics,
             next_id: AtomicU64::new(0),
             thread: Some(thread),
         })
     }
 
-    /// Starts a request. Errors that are the request's own come back at once; those of the queue
-    /// may also come as the first event.
+    /// Starts a request. Errors that are the request's own come back at once; those of its grammar
+    /// and of the queue may also come as the first event. `n` must be 1; see
+    /// [`Engine::submit_all`].
     pub fn submit(&self, request: Request) -> Result<RequestHandle, RequestError> {
+        if request.params.n != 1 {
+            let reason = "this call gives one continuation; submit_all gives several";
+            return Err(RequestError::Unsupported { field: "n", reason });
+        }
+        let handle = self.submit_all(request)?.pop();
+        handle.ok_or_else(|| RequestError::Stopped { reason: "it gave no handle".into() })
+    }
+
+    /// Starts all `n` continuations of a request. They share its seed and are told apart by their
+    /// sample index, which counts up from [`SamplingParams::sample`](crate::request::SamplingParams).
+    /// The prompt is read once, and the others start from its state while there are places and
+    /// pages for them; all give the tokens that they give alone. The `prompt_logprobs` of a request
+    /// are those of each continuation.
+    pub fn submit_all(&self, request: Request) -> Result<Vec<RequestHandle>, RequestError> {
         let Request { prompt, params, priority, cache_salt } = request;
         let prompt = self.encode(prompt)?;
         params.check(&prompt, &self.bounds)?;
         let limit = self.bounds.max_tokens;
         let max_len = params.max_tokens.map_or(limit, |n| prompt.len() + n);
         let seed = params.seed.unwrap_or_else(random_seed);
-        let id = RequestId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        let (sink, handle) = event_queue(id);
-        let text = OutputText::new(self.tokenizer.clone(), params.stop.clone());
-        let arrival = Arrival {
-            id,
-            priority,
-            salt: cache_salt,
-            params,
-            prompt,
-            seed,
-            max_len,
-            text,
-            sink,
-            time: Instant::now(),
+        let form = match &params.constraint {
+            None => Form::Free,
+            Some(constraint) => Form::Pending(self.compiler()?.submit(constraint.grammar.clone())),
         };
+        let mut handles = Vec::with_capacity(params.n);
+        let mut arrivals: Vec<Arrival> = Vec::with_capacity(params.n);
+        for i in 0..params.n {
+            let id = RequestId(self.next_id.fetch_add(1, Ordering::Relaxed));
+            let (sink, handle) = event_queue(id);
+            let mut params = params.clone();
+            params.sample = params.sample.wrapping_add(i as u32);
+            arrivals.push(Arrival {
+                id,
+                priority,
+                salt: cache_salt.clone(),
+                text: OutputText::new(self.tokenizer.clone(), params.stop.clone()),
+                params,
+                prompt: prompt.clone(),
+                seed,
+                form: form.clone(),
+                leader: arrivals.first().map(|first| first.id),
+                max_len,
+                sink,
+                time: Instant::now(),
+            });
+            handles.push(handle);
+        }
         let mut inbox = self.shared.lock();
         if let Some(reason) = &inbox.ended {
             return Err(RequestError::Stopped { reason: reason.clone() });
         }
         let waiting = self.metrics.waiting.get() as usize + inbox.arrivals.len();
-        if waiting >= self.queue_limit {
+        if waiting + arrivals.len() > self.queue_limit {
             return Err(RequestError::QueueFull { waiting, limit: self.queue_limit });
         }
-        inbox.arrivals.push(arrival);
+        inbox.arrivals.extend(arrivals);
         drop(inbox);
         self.shared.wake.notify_one();
-        Ok(handle)
+        Ok(handles)
+    }
+
+    /// Compiles a grammar, or finds out why it cannot be enforced; blocks until then. Requests with
+    /// the same grammar need not wait for it any more.
+    pub fn check_grammar(&self, grammar: &GrammarSpec) -> Result<(), RequestError> {
+        self.compiler()?.compile(grammar.clone())?;
+        Ok(())
+    }
+
+    fn compiler(&self) -> Result<&Compiler, RequestError> {
+        let made = self.compiler.get_or_init(|| {
+            let Some(tokenizer) = &self.tokenizer else {
+                let reason = "the engine has no tokenizer, so it cannot follow a grammar";
+                return Err(RequestError::Unsupported { field: "constraint", reason });
+            };
+            GrammarVocabulary::of_tokenizer(tokenizer, self.bounds.vocab, &self.ends)
+                .map(|vocabulary| Compiler::new(vocabulary, CompilerLimits::default()))
+                .map_err(|error| CompileError::Fault { reason: error.to_string() }.into())
+        });
+        made.as_ref().map_err(RequestError::clone)
     }
 
     /// Gives up a request; one that has ended is left alone.

@@ -4,12 +4,12 @@ mod check;
 mod event;
 mod params;
 
-pub use check::{Bounds, RequestError};
+pub use check::{Bounds, MOST_SAMPLES, RequestError};
 pub use event::{
     Completion, Event, EventSink, FinishReason, RequestHandle, RequestId, Token, TokenLogprobs,
     Usage, event_queue,
 };
-pub use params::SamplingParams;
+pub use params::{Constraint, SamplingParams, ThinkingBudget};
 
 /// Text to continue.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,9 +3,11 @@
 //! A row of logits is processed as a function of the text before it alone. Rows after a draft are
 //! processed as if the draft were accepted; if it is not, they are not used.
 
+mod form;
 mod logprobs;
 mod rules;
 
+pub use form::{FormMasks, RowMasks, SlotForm, beside};
 pub use logprobs::logprobs;
 pub use rules::SlotText;
 
@@ -46,17 +48,30 @@ impl Rows {
         self.samples.push(SampleRow::greedy());
     }
 
-    /// Adds a row that chooses the token after the text of `slot` and `drafts`.
-    pub fn push(&mut self, slot: &SlotText, drafts: &[u32]) {
+    /// Adds a row that chooses the token after the text of `slot` and `drafts`, among those that
+    /// `form` allows too, if it is given.
+    pub fn push(&mut self, slot: &SlotText, drafts: &[u32], form: Option<&[u32]>) {
         let row = self.samples.len() as u32;
+        self.samples.push(slot.sample_row(drafts.len()));
+        if let Some(token) = slot.forced(drafts) {
+            self.penalties.push(NEUTRAL);
+            self.mask_rows.push(row);
+            let first = self.mask.len();
+            self.mask.resize(first + slot.mask_words(), 0);
+            self.mask[first + token as usize / 32] = 1 << (token % 32);
+            return;
+        }
         self.penalties.push(slot.penalties());
         self.penalized |= slot.count(row, drafts, &mut self.counts);
         slot.bias(row, drafts, &mut self.bias);
-        if let Some(mask) = slot.mask() {
-            self.mask_rows.push(row);
-            self.mask.extend_from_slice(mask);
+        match (slot.mask(), form) {
+            (None, None) => return,
+            (Some(mask), None) | (None, Some(mask)) => self.mask.extend_from_slice(mask),
+            (Some(mask), Some(form)) => {
+                self.mask.extend(mask.iter().zip(form).map(|(a, b)| a & b));
+            }
         }
-        self.samples.push(slot.sample_row(drafts.len()));
+        self.mask_rows.push(row);
     }
 
     /// Processes `logits` `[rows, vocab]` in place and leaves the chosen tokens in `tokens`.

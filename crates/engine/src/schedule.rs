@@ -4,6 +4,7 @@
 mod admit;
 mod commit;
 mod drafting;
+mod fork;
 mod plan;
 mod policy;
 mod preempt;
@@ -34,6 +35,10 @@ pub struct Scheduler {
     waiting: BTreeSet<(Reverse<i32>, RequestId)>,
     /// Those with a place, in the same order.
     running: BTreeSet<(Reverse<i32>, RequestId)>,
+    /// Those that wait for their grammar before they wait for a place.
+    compiling: Vec<RequestId>,
+    /// Those that wait for the prompt of another one to be read, by that one.
+    forks: HashMap<RequestId, Vec<RequestId>>,
     pools: Pools,
     prefix: Option<PrefixIndex>,
     tiers: Tiers,
@@ -77,6 +82,8 @@ impl Scheduler {
             sequences: HashMap::new(),
             waiting: BTreeSet::new(),
             running: BTreeSet::new(),
+            compiling: Vec::new(),
+            forks: HashMap::new(),
             ops: Vec::new(),
             in_flight: VecDeque::new(),
             swapped_bytes: 0,
@@ -90,8 +97,10 @@ impl Scheduler {
 
     /// Adds a request whose parameters have been checked.
     pub fn submit(&mut self, arrival: Arrival) {
+        let leader = arrival.leader.filter(|&id| self.can_lead(id));
         let sequence = Sequence::new(arrival);
-        let (waiting, limit) = (self.waiting.len(), self.shape.max_queued_requests);
+        let waiting = self.sequences.len() - self.running.len();
+        let limit = self.shape.max_queued_requests;
         if waiting >= limit {
             return sequence.fail(RequestError::QueueFull { waiting, limit });
         }
@@ -99,9 +108,30 @@ impl Scheduler {
         if tokens > 0 && tokens + sequence.prompt_len > limit {
             return sequence.fail(RequestError::QueueTokensFull { waiting: tokens, limit });
         }
-        self.waiting_tokens += sequence.prompt_len;
-        self.waiting.insert((Reverse(sequence.priority), sequence.id));
-        self.sequences.insert(sequence.id, sequence);
+        let id = sequence.id;
+        let forks = leader.filter(|_| !sequence.wants_prompt_logprobs());
+        self.sequences.insert(id, sequence);
+        match forks {
+            Some(leader) => self.forks.entry(leader).or_default().push(id),
+            None => self.enqueue(id),
+        }
+    }
+
+    /// Puts a request in line, once its grammar is there.
+    fn enqueue(&mut self, id: RequestId) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        match sequence.form.settle() {
+            Ok(true) => {
+                self.waiting_tokens += sequence.prompt_len;
+                self.waiting.insert((Reverse(sequence.priority), id));
+            }
+            Ok(false) => self.compiling.push(id),
+            Err(error) => {
+                if let Some(sequence) = self.remove(id) {
+                    sequence.fail(RequestError::Grammar(error));
+                }
+            }
+        }
     }
 
     /// Ends a request, if it is still there.
@@ -109,8 +139,12 @@ impl Scheduler {
         self.finish(id, FinishReason::Aborted);
     }
 
-    /// Ends requests whose callers have gone or that have waited too long.
+    /// Ends requests whose callers have gone or that have waited too long, and puts those in line
+    /// whose grammars are there.
     pub fn sweep(&mut self, now: Instant) {
+        for id in std::mem::take(&mut self.compiling) {
+            self.enqueue(id);
+        }
         let gone = |s: &&Sequence| s.abandoned();
         let ids: Vec<RequestId> = self.sequences.values().filter(gone).map(|s| s.id).collect();
         ids.into_iter().for_each(|id| self.finish(id, FinishReason::Aborted));
@@ -133,7 +167,8 @@ impl Scheduler {
                 sequence.emit();
             }
         }
-        self.metrics.set_queues(self.running.len(), self.waiting.len());
+        let running = self.running.len();
+        self.metrics.set_queues(running, self.sequences.len() - running);
     }
 
     /// Fails every request.
@@ -173,6 +208,7 @@ impl Scheduler {
         self.running.remove(&rank);
         self.vacate(&mut sequence);
         self.drop_swapped(&mut sequence);
+        self.release_forks(id);
         Some(sequence)
     }
 

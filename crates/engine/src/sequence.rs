@@ -1,6 +1,7 @@
 //! A request on its way through the engine.
 
 use crate::cache::Snapshot;
+use crate::grammar::{CompileError, Grammar, Pending};
 use crate::output::OutputText;
 use crate::request::{
     Event, EventSink, FinishReason, RequestError, RequestId, SamplingParams, Token, TokenLogprobs,
@@ -21,6 +22,8 @@ pub struct Sequence {
     pub params: Arc<SamplingParams>,
     /// Key of the random choices.
     pub seed: u64,
+    /// The form of its output.
+    pub form: Form,
     /// Tokens of the prompt.
     pub prompt_len: usize,
     /// Most tokens, output included.
@@ -94,6 +97,36 @@ pub enum Swapped {
     Saved(Arc<Snapshot>),
 }
 
+/// The form of a sequence's output.
+#[derive(Clone, Debug, Default)]
+pub enum Form {
+    /// Any.
+    #[default]
+    Free,
+    /// A grammar that is being compiled.
+    Pending(Pending),
+    /// A grammar.
+    Ready(Grammar),
+}
+
+impl Form {
+    /// Whether there is nothing to wait for.
+    pub fn settle(&mut self) -> Result<bool, CompileError> {
+        let Form::Pending(pending) = self else { return Ok(true) };
+        let Some(result) = pending.poll() else { return Ok(false) };
+        *self = Form::Ready(result?);
+        Ok(true)
+    }
+
+    /// The grammar, if there is one.
+    pub fn grammar(&self) -> Option<&Grammar> {
+        match self {
+            Form::Ready(grammar) => Some(grammar),
+            Form::Free | Form::Pending(_) => None,
+        }
+    }
+}
+
 /// What a new sequence is made from.
 pub struct Arrival {
     /// Number of the request.
@@ -108,6 +141,11 @@ pub struct Arrival {
     pub prompt: Vec<u32>,
     /// Key of the random choices.
     pub seed: u64,
+    /// The form of its output.
+    pub form: Form,
+    /// Another continuation of the same prompt: this one starts from its state when that prompt has
+    /// been read.
+    pub leader: Option<RequestId>,
     /// Most tokens, output included.
     pub max_len: usize,
     /// Its text.
@@ -129,6 +167,7 @@ impl Sequence {
             salt: arrival.salt,
             params: Arc::new(arrival.params),
             seed,
+            form: arrival.form,
             prompt_len,
             max_len: arrival.max_len,
             tokens: arrival.prompt,

@@ -3,6 +3,7 @@
 
 use crate::cache::Snapshot;
 use crate::cache::prefix::Key;
+use crate::grammar::{Grammar, MatchError};
 use crate::plan::StepPlan;
 use crate::request::{RequestId, SamplingParams, Token, TokenLogprobs};
 use deepinfer_device::DeviceError;
@@ -95,6 +96,10 @@ pub struct Opening {
     pub params: Arc<SamplingParams>,
     /// Key of the random choices.
     pub seed: u64,
+    /// Which of the seed's continuations it is.
+    pub sample: u32,
+    /// The form of its output.
+    pub grammar: Option<Grammar>,
     /// All tokens known so far.
     pub tokens: Vec<u32>,
     /// How many of them are the prompt.
@@ -141,6 +146,8 @@ pub struct SequenceDone {
     pub verified: u32,
     /// Log-probabilities of the tokens after the given rows, as far as they are prompt.
     pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// The form of its output cannot be enforced any further.
+    pub fault: Option<MatchError>,
 }
 
 /// Runs steps, in order.

@@ -5,7 +5,7 @@ use crate::model::draft::{DraftChoice, DraftScratch};
 use crate::model::{Batch, Limits, Model, NoProbe, Scratch};
 use crate::plan::DraftSequence;
 use crate::request::Token;
-use crate::sampler::{Rows, SlotText, logprobs};
+use crate::sampler::{FormMasks, RowMasks, Rows, SlotText, beside, logprobs};
 use crate::schedule::Shape;
 use crate::work::{Done, Op, SequenceDone, SequenceWork, Work, Worker};
 use deepinfer_device::ops::{ABSENT, Result};
@@ -131,17 +131,32 @@ impl<D: Device> ModelWorker<D> {
         self.slots[slot as usize].as_ref().ok_or(DeviceError::EmptySlot { slot })
     }
 
-    /// Chooses tokens for every output row and takes in those that count.
-    fn sample(&mut self, work: &Work) -> Result<Vec<SequenceDone>> {
+    /// What is to be computed of the grammars of the sequences that choose tokens.
+    fn form_masks(&mut self, work: &Work) -> Vec<FormMasks> {
+        let mut jobs = Vec::new();
+        let sequences = work.plan.sequences.iter().zip(&work.sequences);
+        for (i, (plan, sequence)) in sequences.enumerate().filter(|(_, (_, s))| s.sample) {
+            let Some(slot) = self.slots[plan.slot as usize].as_mut() else { continue };
+            let drafts = if sequence.follow.is_some() { &plan.tokens[1..] } else { &[] };
+            jobs.extend(FormMasks::new(i, plan.slot, &mut slot.text, drafts));
+        }
+        jobs
+    }
+
+    /// Chooses tokens for every output row and takes in those that count. `masks` are those of the
+    /// grammars, by sequence.
+    fn sample(&mut self, work: &Work, masks: &[RowMasks]) -> Result<Vec<SequenceDone>> {
         let vocab = self.vocab();
         let mut rows = Rows::new();
-        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+        let sequences = work.plan.sequences.iter().zip(&work.sequences);
+        for ((plan, sequence), masks) in sequences.zip(masks) {
             let slot = self.slot(plan.slot)?;
             for (i, &output) in plan.outputs.iter().enumerate() {
                 let last = output as usize + 1 == plan.tokens.len();
                 match sequence.follow {
-                    Some(_) => rows.push(&slot.text, &plan.tokens[1..=i]),
-                    None if sequence.sample && last => rows.push(&slot.text, &[]),
+                    _ if slot.text.fault().is_some() => rows.push_ignored(),
+                    Some(_) => rows.push(&slot.text, &plan.tokens[1..=i], masks.row(i)),
+                    None if sequence.sample && last => rows.push(&slot.text, &[], masks.row(0)),
                     None => rows.push_ignored(),
                 }
             }
@@ -229,6 +244,11 @@ impl<D: Device> ModelWorker<D> {
             if let Some(slot) = &mut self.slots[sequence.slot as usize] {
                 // Where nothing is allowed, verification will say so.
                 slot.drafts = drafted.into_iter().take_while(|&token| token != ABSENT).collect();
+                // What the grammar refuses is not worth a row.
+                if let Some(form) = slot.text.form() {
+                    let allowed = form.allowed(&slot.drafts);
+                    slot.drafts.truncate(allowed);
+                }
             }
         }
         Ok(())
@@ -253,7 +273,8 @@ impl Slot {
                 }
             }
         }
-        if !sequence.sample {
+        if !sequence.sample || self.text.fault().is_some() {
+            done.fault = self.text.fault().cloned();
             return done;
         }
         let wanted = self.text.params().logprobs;
@@ -266,6 +287,7 @@ impl Slot {
                 done.tokens.push(token(id, logits));
                 self.text.push(id);
             }
+            done.fault = self.text.fault().cloned();
             return done;
         }
         let drafts = &plan.tokens[1..];
@@ -277,6 +299,7 @@ impl Slot {
                 break;
             }
         }
+        done.fault = self.text.fault().cloned();
         done
     }
 }
@@ -296,7 +319,7 @@ impl<D: Device> DraftChoice<D> for DraftRows<'_> {
         }
         let mut rows = Rows::new();
         for (text, drafts) in self.texts.iter().zip(&self.chosen) {
-            rows.push(text, drafts);
+            rows.push(text, drafts, None);
         }
         rows.choose(device, self.vocab, &mut scratch.logits, &mut scratch.previous)?;
         let mut chosen = vec![0u32; self.texts.len()];
@@ -328,10 +351,19 @@ impl<D: Device> ModelWorker<D> {
         }
         if !work.sequences.is_empty() {
             self.fill(&mut work)?;
+            let mut forms = self.form_masks(&work);
             let (device, batch, scratch) = (&*self.device, &mut self.batch, &mut self.scratch);
-            let caches = &mut self.caches;
-            self.model.forward(device, &work.plan, caches, batch, scratch, &mut NoProbe)?;
-            done.sequences = self.sample(&work)?;
+            let (model, caches) = (&self.model, &mut self.caches);
+            let run = || model.forward(device, &work.plan, caches, batch, scratch, &mut NoProbe);
+            beside(&mut forms, run)?;
+            let mut masks = vec![RowMasks::default(); work.sequences.len()];
+            for form in forms {
+                let sequence = form.sequence;
+                if let Some(slot) = &mut self.slots[form.slot as usize] {
+                    masks[sequence] = form.give_back(&mut slot.text);
+                }
+            }
+            done.sequences = self.sample(&work, &masks)?;
             let drafting = Instant::now();
             self.draft(&work)?;
             done.draft_seconds = drafting.elapsed().as_secs_f64();

@@ -320,7 +320,7 @@ fn refusals_come_back_in_order() {
     let requests = vec![
         Request::tokens([1, 2], params.clone()),
         Request::tokens([], params.clone()),
-        Request::tokens([3], SamplingParams { n: 2, ..params.clone() }),
+        Request::tokens([3], SamplingParams { n: 0, ..params.clone() }),
         Request::text("hello", params),
     ];
     let mut told = Vec::new();

@@ -11,7 +11,7 @@ use deepinfer::request::{
     Completion, FinishReason, RequestError, RequestHandle, RequestId, SamplingParams, event_queue,
 };
 use deepinfer::schedule::{Held, Scheduler};
-use deepinfer::sequence::Arrival;
+use deepinfer::sequence::{Arrival, Form};
 use deepinfer::step::{Inline, StepLoop};
 use proptest::prelude::*;
 use simulation::{END, Simulation, VOCAB, next, shape};
@@ -170,6 +170,8 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
                 max_len: case.prompt.len() + case.max_tokens,
                 prompt: case.prompt.clone(),
                 seed: case.seed,
+                form: Form::Free,
+                leader: None,
                 text: OutputText::new(None, Vec::new()),
                 params,
                 sink,
@@ -300,6 +302,8 @@ fn a_full_queue_is_told() {
             prompt: vec![1, 2],
             seed: 0,
             max_len: 4,
+            form: Form::Free,
+            leader: None,
             text: OutputText::new(None, Vec::new()),
             sink,
             time: Instant::now(),

@@ -7,7 +7,7 @@ use deepinfer::metrics::Metrics;
 use deepinfer::output::OutputText;
 use deepinfer::request::{Event, RequestHandle, RequestId, SamplingParams, Token, event_queue};
 use deepinfer::schedule::{Scheduler, Shape};
-use deepinfer::sequence::Arrival;
+use deepinfer::sequence::{Arrival, Form};
 use deepinfer::step::{Inline, StepLoop};
 use deepinfer::work::{Done, SequenceDone, SequenceWork, Work, Worker};
 use deepinfer_device::DeviceError;
@@ -108,6 +108,8 @@ impl Machine {
             prompt: vec![2; prompt],
             seed: 0,
             max_len: prompt + output,
+            form: Form::Free,
+            leader: None,
             text: OutputText::new(None, Vec::new()),
             sink,
             time: Instant::now(),

@@ -1,7 +1,7 @@
 //! Many requests at once, without streaming.
 
 use super::Engine;
-use crate::request::{Completion, Request, RequestError, RequestHandle};
+use crate::request::{Completion, MOST_SAMPLES, Request, RequestError, RequestHandle};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -25,16 +25,23 @@ struct Running {
 }
 
 impl Engine {
-    /// Runs all requests and returns one result for each, in order. `progress` is told whenever
-    /// something has changed.
+    /// Runs all requests and returns one result for each continuation, in order: `n` for a request
+    /// that asks for `n`. `progress` is told whenever something has changed.
     pub fn generate(
         &self,
         requests: Vec<Request>,
         mut progress: impl FnMut(Progress),
     ) -> Vec<Result<Completion, RequestError>> {
-        let total = requests.len();
+        let mut total = 0;
+        let mut left: VecDeque<(usize, Request)> = VecDeque::new();
+        for mut request in requests {
+            // Also those that are submitted one by one share it.
+            request.params.seed.get_or_insert_with(super::random_seed);
+            let first = total;
+            total += samples(&request);
+            left.push_back((first, request));
+        }
         let mut results: Vec<Option<Result<Completion, RequestError>>> = vec![None; total];
-        let mut left: VecDeque<(usize, Request)> = requests.into_iter().enumerate().collect();
         let mut running: VecDeque<Running> = VecDeque::new();
         let mut told = Progress { total, ..Progress::default() };
         progress(told);
@@ -93,14 +100,44 @@ impl Engine {
             if running.len() >= self.queue_limit.div_ceil(2) {
                 return left.push_front((index, request));
             }
-            match self.submit(request.clone()) {
-                Ok(handle) => {
-                    let completion = Completion::default();
-                    running.push_back(Running { index, request, handle, completion });
+            match self.submit_all(request.clone()) {
+                Ok(handles) => {
+                    for (i, handle) in handles.into_iter().enumerate() {
+                        let (request, completion) = (one(&request, i), Completion::default());
+                        running.push_back(Running {
+                            index: index + i,
+                            request,
+                            handle,
+                            completion,
+                        });
+                    }
+                }
+                // As many at once may never fit: one after the other then.
+                Err(RequestError::QueueFull { .. }) if request.params.n > 1 => {
+                    let each = (0..samples(&request)).rev();
+                    return each.for_each(|i| left.push_front((index + i, one(&request, i))));
                 }
                 Err(RequestError::QueueFull { .. }) => return left.push_front((index, request)),
-                Err(error) => results[index] = Some(Err(error)),
+                Err(error) => {
+                    results[index..index + samples(&request)].fill(Some(Err(error)));
+                }
             }
         }
     }
+}
+
+/// Results of a request: one that is refused for its `n` has one.
+fn samples(request: &Request) -> usize {
+    match request.params.n {
+        n if n <= MOST_SAMPLES => n.max(1),
+        _ => 1,
+    }
+}
+
+/// The request for one of the continuations.
+fn one(request: &Request, index: usize) -> Request {
+    let mut request = request.clone();
+    request.params.n = 1;
+    request.params.sample = request.params.sample.wrapping_add(index as u32);
+    request
 }

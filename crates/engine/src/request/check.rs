@@ -2,6 +2,7 @@
 
 use super::SamplingParams;
 use crate::engine::PrefillMode;
+use crate::grammar::{CompileError, MatchError};
 
 /// Why a request was refused or failed. A fault of a request ends that request alone.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -90,13 +91,19 @@ pub enum RequestError {
     },
     /// The request's own rules leave no token.
     #[error(
-        "every token is forbidden at output position {position}; relax allowed_tokens, logit_bias \
-         or bad_words"
+        "every token is forbidden at output position {position}; relax allowed_tokens, logit_bias, \
+         bad_words or the grammar"
     )]
     NothingAllowed {
         /// Tokens produced before.
         position: usize,
     },
+    /// The form asked for cannot be enforced.
+    #[error("the grammar was refused: {0}")]
+    Grammar(#[from] CompileError),
+    /// The form asked for could not be enforced any further.
+    #[error("the request was ended: {0}")]
+    GrammarFault(#[from] MatchError),
     /// The engine has stopped.
     #[error("the engine has stopped: {reason}")]
     Stopped {
@@ -123,15 +130,17 @@ pub struct Bounds {
 /// Most log-probabilities a token.
 const MOST_LOGPROBS: usize = 1000;
 
+/// Most continuations of one request.
+pub const MOST_SAMPLES: usize = 128;
+
 impl SamplingParams {
     /// Checks these parameters and the prompt against `bounds`.
     pub fn check(&self, prompt: &[u32], bounds: &Bounds) -> Result<(), RequestError> {
         self.check_prompt(prompt, bounds)?;
         self.check_numbers()?;
         self.check_lists(bounds)?;
-        if self.n != 1 {
-            let reason = "only one continuation a request; send the request n times";
-            return Err(RequestError::Unsupported { field: "n", reason });
+        if !(1..=MOST_SAMPLES).contains(&self.n) {
+            return Err(out_of_range("n", self.n, "from 1 to 128"));
         }
         if self.prompt_logprobs.is_some()
             && matches!(bounds.prefill, PrefillMode::Compact | PrefillMode::Mask)
@@ -142,6 +151,10 @@ impl SamplingParams {
         if !self.stop.is_empty() && !bounds.text {
             let reason = "the engine has no tokenizer; use stop_tokens";
             return Err(RequestError::Unsupported { field: "stop", reason });
+        }
+        if self.constraint.is_some() && !bounds.text {
+            let reason = "the engine has no tokenizer, so it cannot follow a grammar";
+            return Err(RequestError::Unsupported { field: "constraint", reason });
         }
         Ok(())
     }
@@ -200,6 +213,19 @@ impl SamplingParams {
         }
         check_tokens("allowed_tokens", &self.allowed_tokens, vocab)?;
         check_tokens("stop_tokens", &self.stop_tokens, vocab)?;
+        check_tokens("forced", &self.forced, vocab)?;
+        if bounds.image_token.is_some_and(|image| self.forced.contains(&image)) {
+            let reason = "it holds the image token, which is never produced";
+            return Err(RequestError::Unsupported { field: "forced", reason });
+        }
+        if let Some(budget) = &self.thinking_budget {
+            check_tokens("thinking_budget", &[budget.end], vocab)?;
+        }
+        if let Some(trigger) = self.constraint.as_ref().and_then(|c| c.trigger.as_ref()) {
+            check_tokens("constraint.trigger", trigger.tokens(), vocab)?;
+            let bound: Vec<u32> = trigger.bound().into_iter().collect();
+            check_tokens("constraint.trigger", &bound, vocab)?;
+        }
         for word in &self.bad_words {
             check_tokens("bad_words", word, vocab)?;
             if word.is_empty() {
@@ -240,6 +266,9 @@ fn out_of_range(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::grammar::{GrammarSpec, Trigger};
+    use crate::request::{Constraint, ThinkingBudget};
+    use std::sync::Arc;
 
     fn bounds() -> Bounds {
         Bounds {
@@ -275,7 +304,17 @@ mod tests {
         assert!(refused(|p| p.stop_tokens = vec![100]).contains("stop_tokens"));
         assert!(refused(|p| p.bad_words = vec![vec![]]).contains("bad_words"));
         assert!(refused(|p| p.stop = vec!["x".into()]).contains("stop"));
-        assert!(refused(|p| p.n = 2).contains("n is not supported"));
+        assert!(refused(|p| p.n = 0).contains("n is 0"));
+        assert!(refused(|p| p.n = 129).contains("n is 129"));
+        assert!(refused(|p| p.forced = vec![100]).contains("forced"));
+        assert!(refused(|p| p.forced = vec![99]).contains("forced is not supported"));
+        let budget = ThinkingBudget { tokens: 1, end: 100 };
+        assert!(refused(|p| p.thinking_budget = Some(budget)).contains("thinking_budget"));
+        let constraint =
+            |trigger| Some(Arc::new(Constraint { grammar: GrammarSpec::JsonObject, trigger }));
+        assert!(refused(|p| p.constraint = constraint(None)).contains("constraint"));
+        let trigger = Trigger::new(vec![100], None).ok();
+        assert!(refused(|p| p.constraint = constraint(trigger)).contains("constraint.trigger"));
     }
 
     #[test]

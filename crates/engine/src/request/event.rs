@@ -78,7 +78,7 @@ pub enum FinishReason {
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Of these, how many came from the prefix cache.
+    /// Of these, how many came from the prefix cache, or from another continuation of the request.
     pub cached_tokens: usize,
     /// Tokens produced, the one that stopped included.
     pub output_tokens: usize,

@@ -1,10 +1,33 @@
 //! How tokens are chosen, and when to stop.
 
+use crate::grammar::{GrammarSpec, Trigger};
+use std::sync::Arc;
+
+/// A form that the output must have.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Constraint {
+    /// The form.
+    pub grammar: GrammarSpec,
+    /// The form begins after these tokens; until then the output is free, but cannot end. `None`: it
+    /// begins at once.
+    pub trigger: Option<Trigger>,
+}
+
+/// A limit of the thinking: of the tokens before `end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThinkingBudget {
+    /// Most tokens before `end`.
+    pub tokens: usize,
+    /// The token that ends thinking. It is forced when the budget is used up.
+    pub end: u32,
+}
+
 /// How the tokens of a request are chosen, and when to stop. Everything here is honoured or refused
 /// by name ([`super::RequestError`]), never ignored.
 ///
-/// Order of processing for one row of logits: penalties, logit bias, forbidden tokens, temperature,
-/// then top-k, top-p and min-p, then the choice. Each generated token depends only on the text
+/// Order of processing for one row of logits: penalties, logit bias, forbidden tokens, the grammar,
+/// temperature, then top-k, top-p and min-p, then the choice. A forced token (`forced`, a thinking
+/// budget that is used up) stands whatever the other rules say. Each generated token depends only on the text
 /// before it, these parameters and the seed: never on other requests, on drafting or on how the
 /// engine cuts its work.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,8 +71,20 @@ pub struct SamplingParams {
     pub logprobs: Option<usize>,
     /// The same for the tokens of the prompt but the first.
     pub prompt_logprobs: Option<usize>,
-    /// Independent continuations. Only 1 is served.
+    /// Independent continuations, from 1 to 128: see [`crate::engine::Engine::submit_all`]. The
+    /// prompt is read once for all of them where there is room.
     pub n: usize,
+    /// Which of the independent continuations of a seed this is; with `n`, the first of them. The
+    /// continuation `sample` alone gives the same tokens as among others.
+    pub sample: u32,
+    /// A form that the output must have. When it is complete, the output ends; `min_tokens` does not
+    /// hold against it.
+    pub constraint: Option<Arc<Constraint>>,
+    /// A limit of the thinking.
+    pub thinking_budget: Option<ThinkingBudget>,
+    /// The output begins with these tokens, whatever the model would choose: their
+    /// log-probabilities score a given continuation. Stop rules hold for them too.
+    pub forced: Vec<u32>,
     /// Whether the engine may draft for this request. Changes speed, never tokens.
     pub draft: bool,
 }
@@ -76,6 +111,10 @@ impl Default for SamplingParams {
             logprobs: None,
             prompt_logprobs: None,
             n: 1,
+            sample: 0,
+            constraint: None,
+            thinking_budget: None,
+            forced: Vec::new(),
             draft: true,
         }
     }

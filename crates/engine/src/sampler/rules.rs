@@ -1,6 +1,7 @@
 //! What one sequence's parameters mean for a row of its logits.
 
-use super::NEUTRAL;
+use super::{NEUTRAL, SlotForm};
+use crate::grammar::MatchError;
 use crate::request::SamplingParams;
 use crate::work::Opening;
 use deepinfer_device::ops::{BiasEntry, PenaltyRow, SampleRow, TokenCount};
@@ -11,8 +12,14 @@ use std::sync::Arc;
 pub struct SlotText {
     params: Arc<SamplingParams>,
     seed: u64,
+    sample: u32,
     prompt_len: usize,
     tokens: Vec<u32>,
+    vocab: usize,
+    /// Whether the token that ends thinking has been produced.
+    thought: bool,
+    /// Where the output is in its form, if it must have one.
+    form: Option<SlotForm>,
     /// Occurrences in output and prompt, kept if penalties are on.
     counts: HashMap<u32, (u32, u32)>,
     /// Bits of the allowed tokens.
@@ -37,11 +44,17 @@ impl SlotText {
         if !params.ignore_eos {
             forbidden.extend_from_slice(ends);
         }
+        let trigger = params.constraint.as_ref().and_then(|c| c.trigger.as_ref());
+        let form = opening.grammar.map(|grammar| SlotForm::new(&grammar, trigger));
         let mut text = Self {
             params,
             seed: opening.seed,
+            sample: opening.sample,
             prompt_len: opening.prompt_len,
             tokens: Vec::new(),
+            vocab,
+            thought: false,
+            form,
             counts: HashMap::new(),
             mask,
             ends: forbidden,
@@ -66,8 +79,32 @@ impl SlotText {
         self.prompt_len
     }
 
+    /// Where the output is in its form. Taken out while masks are computed on another thread.
+    pub fn form(&mut self) -> &mut Option<SlotForm> {
+        &mut self.form
+    }
+
+    /// Why the form cannot be enforced any further, if it cannot.
+    pub fn fault(&self) -> Option<&MatchError> {
+        self.form.as_ref().and_then(SlotForm::fault)
+    }
+
+    /// Tokens that must not be produced after the text and `drafts` drafts, because they end it.
+    pub fn too_early(&self, drafts: usize) -> &[u32] {
+        match self.tokens.len() - self.prompt_len + drafts < self.params.min_tokens {
+            true => &self.ends,
+            false => &[],
+        }
+    }
+
     /// Adds a token.
     pub fn push(&mut self, token: u32) {
+        if self.tokens.len() >= self.prompt_len {
+            self.thought |= self.params.thinking_budget.is_some_and(|b| b.end == token);
+            if let Some(form) = &mut self.form {
+                form.accept(token);
+            }
+        }
         if self.params.has_penalties() {
             let counts = self.counts.entry(token).or_default();
             match self.tokens.len() < self.prompt_len {
@@ -114,9 +151,9 @@ impl SlotText {
         out.extend(p.logit_bias.iter().map(|&(token, bias)| BiasEntry { row, token, bias }));
         let mut forbid = |token| out.push(BiasEntry { row, token, bias: f32::NEG_INFINITY });
         self.never.iter().for_each(|&token| forbid(token));
-        let produced = self.tokens.len() - self.prompt_len + drafts.len();
-        if produced < p.min_tokens {
-            self.ends.iter().for_each(|&token| forbid(token));
+        // A form knows when the text must end, and takes this rule in where it can.
+        if self.form.is_none() {
+            self.too_early(drafts.len()).iter().for_each(|&token| forbid(token));
         }
         for word in &p.bad_words {
             let Some((&last, head)) = word.split_last() else { continue };
@@ -124,6 +161,22 @@ impl SlotText {
                 forbid(last);
             }
         }
+    }
+
+    /// The token that must come after the text and `drafts`, whatever the other rules say.
+    pub(super) fn forced(&self, drafts: &[u32]) -> Option<u32> {
+        let p = &self.params;
+        let produced = self.tokens.len() - self.prompt_len + drafts.len();
+        if let Some(&token) = p.forced.get(produced) {
+            return Some(token);
+        }
+        let budget = p.thinking_budget.filter(|_| !self.thought)?;
+        (produced >= budget.tokens && !drafts.contains(&budget.end)).then_some(budget.end)
+    }
+
+    /// Words of a mask over the vocabulary.
+    pub fn mask_words(&self) -> usize {
+        self.vocab.div_ceil(32)
     }
 
     /// Bits of the allowed tokens, if not all are.
@@ -137,7 +190,7 @@ impl SlotText {
         SampleRow {
             seed: self.seed,
             position: (self.tokens.len() + drafts) as u32,
-            sample: 0,
+            sample: self.sample,
             temperature: p.temperature,
             top_p: p.top_p,
             top_k: p.top_k,
@@ -158,12 +211,15 @@ fn ends_with(text: &[u32], more: &[u32], end: &[u32]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::ThinkingBudget;
 
     fn text(params: SamplingParams) -> SlotText {
         let opening = Opening {
             slot: 0,
             params: Arc::new(params),
             seed: 7,
+            sample: 2,
+            grammar: None,
             tokens: vec![1, 2, 2, 5],
             prompt_len: 3,
         };
@@ -206,6 +262,42 @@ mod tests {
         let slot = text(SamplingParams::default());
         assert_eq!(slot.sample_row(0).position, 4);
         assert_eq!(slot.sample_row(2).position, 6);
+    }
+
+    #[test]
+    fn a_budget_and_a_given_continuation_force_tokens() {
+        let budget = |tokens| Some(ThinkingBudget { tokens, end: 9 });
+        let slot = text(SamplingParams { thinking_budget: budget(2), ..Default::default() });
+        assert_eq!(slot.forced(&[]), None);
+        assert_eq!(slot.forced(&[3]), Some(9));
+        // A draft that was forced ends the thinking, and so does one that the model wrote.
+        assert_eq!(slot.forced(&[3, 9]), None);
+        assert_eq!(slot.forced(&[9]), None);
+        assert_eq!(slot.forced(&[9, 3, 3]), None);
+        let mut slot = text(SamplingParams { thinking_budget: budget(0), ..Default::default() });
+        assert_eq!(slot.forced(&[]), Some(9));
+        slot.push(9);
+        assert_eq!(slot.forced(&[]), None);
+
+        let params = SamplingParams { forced: vec![5, 6, 7], ..Default::default() };
+        let slot = text(params);
+        assert_eq!(
+            [slot.forced(&[]), slot.forced(&[6]), slot.forced(&[6, 7])],
+            [Some(6), Some(7), None]
+        );
+        let mut rows = crate::sampler::Rows::new();
+        rows.push(&slot, &[], None);
+        assert_eq!((rows.mask_rows.as_slice(), rows.mask.as_slice()), (&[0][..], &[1 << 6, 0][..]));
+    }
+
+    #[test]
+    fn forms_and_allowed_tokens_hold_together() {
+        let slot = text(SamplingParams { allowed_tokens: vec![0, 33], ..Default::default() });
+        let mut rows = crate::sampler::Rows::new();
+        rows.push(&slot, &[], Some(&[3, 1]));
+        rows.push(&slot, &[], None);
+        assert_eq!(rows.mask, [1, 0, 1, 2]);
+        assert_eq!(rows.mask_rows, [0, 1]);
     }
 
     #[test]

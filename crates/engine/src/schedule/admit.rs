@@ -88,11 +88,13 @@ impl Scheduler {
         }
     }
 
-    fn open(&mut self, sequence: &Sequence, slot: u32) {
+    pub(super) fn open(&mut self, sequence: &Sequence, slot: u32) {
         self.ops.push(Op::Open(Box::new(Opening {
             slot,
             params: sequence.params.clone(),
             seed: sequence.seed,
+            sample: sequence.params.sample,
+            grammar: sequence.form.grammar().cloned(),
             tokens: sequence.tokens.clone(),
             prompt_len: sequence.prompt_len,
         })));

@@ -90,6 +90,9 @@ impl Scheduler {
                 return Outcome::Ends(reason);
             }
         }
-        Outcome::Continues
+        match result.fault {
+            Some(fault) => Outcome::Fails(RequestError::GrammarFault(fault)),
+            None => Outcome::Continues,
+        }
     }
 }

@@ -46,7 +46,13 @@ impl Scheduler {
             return None;
         }
         work.before = std::mem::take(&mut self.ops);
-        ended.into_iter().for_each(|id| self.remember_chunk(id));
+        for id in ended {
+            self.remember_chunk(id);
+            if self.sequences.get(&id).and_then(|s| s.place.as_ref()).is_some_and(|p| !p.reading())
+            {
+                self.fork(id);
+            }
+        }
         let prefill_rows = work.plan.sequences.iter().map(|s| s.tokens.len()).sum();
         self.in_flight.push_back(InFlight {
             sequences: work.sequences.clone(),
