@@ -189,14 +189,43 @@ pub struct Generate {
     pub system: Option<String>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub form: FormArgs,
+    /// Continuations of the prompt, from 1 to 64
+    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub n: u16,
+    /// Most tokens of thinking before it is ended, with --chat and --effort
+    #[arg(long, value_name = "N", requires = "chat")]
+    pub thinking_budget: Option<usize>,
     /// Tokens drafted ahead: off, a number, auto; the same tokens come out
     #[arg(long, value_name = "N", default_value = "auto")]
     pub draft: String,
     #[command(flatten)]
     pub run: RunArgs,
-    /// Print one JSON object at the end instead of the text
+    /// Print one JSON object at the end instead of the text; with --n, a list of them
     #[arg(long)]
     pub json: bool,
+}
+
+/// The form that the answer must have. With thinking, it holds after it.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Form of the answer")]
+pub struct FormArgs {
+    /// A JSON document that follows the schema in this file
+    #[arg(long, value_name = "FILE", group = "form")]
+    pub json_schema: Option<PathBuf>,
+    /// Any JSON object
+    #[arg(long, group = "form")]
+    pub json_object: bool,
+    /// Text that matches this expression as a whole
+    #[arg(long, value_name = "EXPRESSION", group = "form")]
+    pub regex: Option<String>,
+    /// Text that the Lark grammar in this file allows
+    #[arg(long, value_name = "FILE", group = "form")]
+    pub grammar: Option<PathBuf>,
+    /// One of these texts
+    #[arg(long, value_name = "A,B,...", value_delimiter = ',', group = "form")]
+    pub choice: Option<Vec<String>>,
 }
 
 #[derive(Debug, Args)]
@@ -376,6 +405,14 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn only_one_form_may_be_given() {
+        let two = ["deepinfer", "generate", "-p", "a", "--regex", "x", "--choice", "a,b"];
+        assert!(Cli::try_parse_from(two).is_err());
+        let none = ["deepinfer", "generate", "-p", "a", "--n", "0"];
+        assert!(Cli::try_parse_from(none).is_err());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::args::Generate;
 use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
-use crate::{engine, open, text};
+use crate::{engine, form, open, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::engine::Engine;
@@ -27,7 +27,9 @@ pub fn run(args: &Generate) -> Outcome {
         .effort
         .parse()
         .map_err(|e: chat::ChatError| Failure::Usage(format!("--effort: {e}")))?;
-    let params = engine::sampling(&args.sampling, Some(MAX_TOKENS));
+    let mut params = engine::sampling(&args.sampling, Some(MAX_TOKENS));
+    params.n = usize::from(args.n);
+    let grammar = form::grammar(&args.form)?;
     // A token is at least one byte; the chat format adds some tokens of its own.
     let most = match &input {
         Input::Text(text) => text.len() + args.system.as_ref().map_or(0, String::len) + 64,
@@ -35,11 +37,17 @@ pub fn run(args: &Generate) -> Outcome {
     };
     let longest = open::checkpoint(&args.model)?.config().text_config.max_position_embeddings;
     let room = most.saturating_add(params.max_tokens.unwrap_or(MAX_TOKENS)) + 512;
-    let config = engine::single(&args.run, &args.draft, room.min(longest))?;
+    let mut config = engine::single(&args.run, &args.draft, room.min(longest))?;
+    config.max_seqs = params.n;
+    config.kv_tokens *= params.n;
+    config.max_batch_tokens = config.max_batch_tokens.max(8 * params.n);
     let start = Instant::now();
     let engine = engine::start(&args.model, &config)?;
     let loaded = start.elapsed();
     let tokenizer = engine::tokenizer(&engine)?;
+    let end = form::thinking_end(tokenizer, args.chat && effort.thinks())?;
+    params.constraint = form::constraint(grammar, end)?;
+    params.thinking_budget = form::budget(args.thinking_budget, end)?;
     let ids = match input {
         Input::Tokens(ids) => ids,
         Input::Text(prompt) if args.chat => {
@@ -54,50 +62,64 @@ pub fn run(args: &Generate) -> Outcome {
     let prompt_tokens = ids.len();
     let request = Request::tokens(ids, params);
     let start = Instant::now();
-    let handle = engine.submit(request).map_err(|e| Failure::Usage(e.to_string()))?;
-    let mut speech = args.chat.then(|| Speech::new(tokenizer, effort.thinks()));
-    let mut printer = Printer::new(!args.json);
-    let (completion, first) = follow(&engine, &handle, prompt_tokens, &mut |event| {
-        let Event::Tokens { tokens, text } = event else { return Ok(()) };
-        match &mut speech {
-            None => printer.answer(text),
-            Some(speech) => tokens.iter().try_for_each(|t| {
-                let piece = speech.push(t.id);
-                printer.thinking(&piece.thinking)?;
-                printer.answer(&piece.answer)
-            }),
+    let handles = engine.submit_all(request).map_err(|e| Failure::Usage(e.to_string()))?;
+    let mut answers = Vec::new();
+    for (i, handle) in handles.iter().enumerate() {
+        let mut speech = args.chat.then(|| Speech::new(tokenizer, effort.thinks()));
+        let mut printer = Printer::new(!args.json);
+        if handles.len() > 1 && !args.json {
+            println!("{}--- {}", if i > 0 { "\n" } else { "" }, i + 1);
         }
-    })?;
-    let total = start.elapsed();
-    let decode = total.saturating_sub(first);
-    if !args.json {
-        return Ok(printer.end()?);
+        let (completion, first) = follow(&engine, handle, prompt_tokens, &mut |event| {
+            let Event::Tokens { tokens, text } = event else { return Ok(()) };
+            match &mut speech {
+                None => printer.answer(text),
+                Some(speech) => tokens.iter().try_for_each(|t| {
+                    let piece = speech.push(t.id);
+                    printer.thinking(&piece.thinking)?;
+                    printer.answer(&piece.answer)
+                }),
+            }
+        })?;
+        let decode = start.elapsed().saturating_sub(first);
+        if !args.json {
+            printer.end()?;
+            continue;
+        }
+        let usage = completion.usage;
+        let (thinking, answer) = match speech {
+            Some(mut speech) => {
+                speech.finish();
+                (args.chat.then_some(speech.thinking), speech.answer)
+            }
+            None => (None, completion.text.clone()),
+        };
+        let mut found = serde_json::json!({
+            "text": answer,
+            "thinking": thinking,
+            "tokens": completion.ids(),
+            "finish_reason": completion.reason.map(|r| format!("{r:?}").to_lowercase()),
+            "seed": usage.seed,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": usage.output_tokens,
+            "drafted": usage.drafted,
+            "accepted": usage.accepted,
+        });
+        // Several continuations run side by side: none has a time of its own.
+        if handles.len() == 1 {
+            let tokens = usage.output_tokens.saturating_sub(1) as f64;
+            found["load_seconds"] = loaded.as_secs_f64().into();
+            found["prompt_seconds"] = first.as_secs_f64().into();
+            found["decode_seconds"] = decode.as_secs_f64().into();
+            found["decode_tokens_per_s"] = (tokens / decode.as_secs_f64().max(1e-9)).into();
+        }
+        answers.push(found);
     }
-    let usage = completion.usage;
-    let (thinking, answer) = match speech {
-        Some(mut speech) => {
-            speech.finish();
-            (args.chat.then_some(speech.thinking), speech.answer)
-        }
-        None => (None, completion.text.clone()),
-    };
-    let rate = |n: usize, t: Duration| n as f64 / t.as_secs_f64().max(1e-9);
-    text::json(&serde_json::json!({
-        "text": answer,
-        "thinking": thinking,
-        "tokens": completion.ids(),
-        "finish_reason": completion.reason.map(|r| format!("{r:?}").to_lowercase()),
-        "seed": usage.seed,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": usage.output_tokens,
-        "drafted": usage.drafted,
-        "accepted": usage.accepted,
-        "load_seconds": loaded.as_secs_f64(),
-        "prompt_seconds": first.as_secs_f64(),
-        "decode_seconds": decode.as_secs_f64(),
-        "decode_tokens_per_s": rate(usage.output_tokens.saturating_sub(1), decode),
-    }))?;
-    Ok(())
+    match answers.as_slice() {
+        [] => Ok(()),
+        [one] => Ok(text::json(one)?),
+        all => Ok(text::json(&all)?),
+    }
 }
 
 fn input(args: &Generate) -> Outcome<Input> {

@@ -9,6 +9,7 @@ mod demo;
 mod engine;
 mod eval;
 mod failure;
+mod form;
 mod generate;
 mod inspect;
 mod man;

@@ -75,6 +75,50 @@ fn the_same_seed_gives_the_same_tokens() {
 }
 
 #[test]
+fn answers_have_the_form_asked_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("is written");
+        path.display().to_string()
+    };
+    let generate = |more: &[&str]| {
+        let mut args = vec!["generate", "--prompt", "Some text", "--max-tokens", "60", "--json"];
+        let model = tiny();
+        args.extend(["--model", &model, "--temperature", "1", "--seed", "3"]);
+        args.extend(more);
+        run(&args)
+    };
+    let text = |more: &[&str]| json(&generate(more))["text"].as_str().expect("text").to_owned();
+    let words = text(&["--regex", "[a-c]{2,5}x"]);
+    assert!(words.ends_with('x') && words.len() <= 6, "{words}");
+    assert!(["left", "right"].contains(&text(&["--choice", "left,right"]).as_str()));
+    let grammar = file("grammar", "start: \"<\" /[ab]{1,4}/ \">\"");
+    assert!(text(&["--grammar", &grammar]).starts_with('<'));
+    let schema = file("schema", r#"{"enum": ["one", 2]}"#);
+    let value = text(&["--json-schema", &schema]);
+    assert!(["\"one\"", "2"].contains(&value.trim()), "{value}");
+
+    // Each continuation is its own, and thinking ends where it must.
+    let several = json(&generate(&["--n", "3", "--regex", "[a-z]{8}"]));
+    let texts: Vec<_> = several.as_array().expect("a list").iter().map(|a| &a["text"]).collect();
+    assert!(texts.len() == 3 && texts[0] != texts[1] && texts[1] != texts[2], "{texts:?}");
+    let limited = |budget: usize| {
+        let tokens = budget.to_string();
+        let rest = ["--thinking-budget", &tokens, "--choice", "yes,no"];
+        json(&generate(&[&["--chat", "--effort", "low"][..], &rest].concat()))
+    };
+    let (four, two) = (limited(4), limited(2));
+    assert!(["yes", "no"].contains(&four["text"].as_str().expect("text")), "{four}");
+    assert_eq!(four["tokens"][4], two["tokens"][2], "the end of thinking");
+
+    let bad = file("bad", r#"{"items": {"type": "text"}}"#);
+    let refused = generate(&["--json-schema", &bad]);
+    assert!(!refused.status.success());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("/items"), "names the place");
+}
+
+#[test]
 fn verify_passes_and_fails_with_its_exit_code() {
     let passing = run(&["verify", "--model", &tiny(), "--reference", &tiny(), "--json"]);
     let report = json(&passing);

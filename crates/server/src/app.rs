@@ -188,7 +188,26 @@ impl App {
         Ticket::take(call.key.as_ref(), &self.open)
     }
 
-    /// Starts a job of a request. `protocol` is for counters and logs.
+    /// Starts a job of a request: a run for each of its answers. `protocol` is for counters and
+    /// logs.
+    pub fn start_all(
+        &self,
+        protocol: &'static str,
+        call: &Call,
+        job: Job,
+        ticket: &Ticket,
+    ) -> Result<Vec<Run>, ApiError> {
+        ticket.read(job.prompt.len());
+        let record = || Record {
+            metrics: self.metrics.clone(),
+            protocol,
+            id: call.id.clone(),
+            key: call.owner(),
+        };
+        Run::start(&*self.inference, &self.failures(), job, ticket, record)
+    }
+
+    /// Starts a job that has one answer.
     pub fn start(
         &self,
         protocol: &'static str,
@@ -196,14 +215,8 @@ impl App {
         job: Job,
         ticket: &Ticket,
     ) -> Result<Run, ApiError> {
-        ticket.read(job.prompt.len());
-        let record = Record {
-            metrics: self.metrics.clone(),
-            protocol,
-            id: call.id.clone(),
-            key: call.owner(),
-        };
-        Run::start(self.inference.clone(), self.failures(), job, ticket.clone(), record)
+        let run = self.start_all(protocol, call, job, ticket)?.pop();
+        run.ok_or_else(|| ApiError::internal("the engine gave no answer"))
     }
 }
 

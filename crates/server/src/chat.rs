@@ -9,7 +9,6 @@ pub use request::take_stream_options;
 use crate::app::{App, Call, new_id, unix_time};
 use crate::error::{ApiError, Shape};
 use crate::output::{self, Part};
-use crate::sampling;
 use crate::sse;
 use axum::body::{Body, Bytes};
 use axum::extract::{Extension, State};
@@ -39,23 +38,21 @@ pub async fn create(
         include_usage: request.include_usage,
     };
     let turn = request.turn;
+    let (n, thinks) = (turn.job.params.n, turn.thinks);
     let with_logprobs = turn.job.params.logprobs.is_some();
     let mut parts: StreamMap<usize, Parts> = StreamMap::new();
-    for index in 0..request.n {
-        let mut job = turn.job.clone();
-        job.params = sampling::of_choice(&job.params, index);
-        let run = app.start("chat", &call, job, &ticket)?;
+    for (index, run) in app.start_all("chat", &call, turn.job, &ticket)?.into_iter().enumerate() {
         let parsed = output::parse(run, turn.reading.clone(), app.markup.clone());
         parts.insert(index, Box::pin(parsed));
     }
-    let mut choices: Vec<Choice> = (0..request.n).map(|_| Choice::new(with_logprobs)).collect();
+    let mut choices: Vec<Choice> = (0..n).map(|_| Choice::new(with_logprobs)).collect();
     if !request.stream {
         while let Some((index, part)) = parts.next().await {
             let part = part?;
             count_end(&app, &part);
             choices[index].push(&head, index, part);
         }
-        return Ok(sse::json(&head.response(&choices, turn.thinks)));
+        return Ok(sse::json(&head.response(&choices, thinks)));
     }
     let keep_alive = app.config.keep_alive;
     let events = async_stream::stream! {
@@ -78,7 +75,7 @@ pub async fn create(
         if head.include_usage {
             let ends = choices.iter().filter_map(|choice| choice.end.as_ref());
             let all: Vec<_> = ends.map(|end| end.accounts.clone()).collect();
-            yield sse::event(None, &head.usage_chunk(&all, turn.thinks));
+            yield sse::event(None, &head.usage_chunk(&all, thinks));
         }
         yield sse::DONE;
     };

@@ -4,6 +4,7 @@ use crate::app::{App, Call, new_id, unix_time};
 use crate::chat::{blocking, take_stream_options};
 use crate::error::{ApiError, Shape};
 use crate::fields::Fields;
+use crate::form;
 use crate::run::{Accounts, Job, Run, Step};
 use crate::sampling;
 use crate::sse;
@@ -27,7 +28,6 @@ struct Completions {
     model: String,
     prompts: Vec<Vec<u32>>,
     params: SamplingParams,
-    n: usize,
     echo: bool,
     stream: bool,
     include_usage: bool,
@@ -49,6 +49,7 @@ impl Completions {
         }
         let echo = fields.take("echo")?.unwrap_or(false);
         let mut params = sampling::take(&mut fields, tokenizer)?;
+        params.n = n;
         params.max_tokens = Some(sampling::take_limit(&mut fields, &["max_tokens"])?.unwrap_or(16));
         params.stop = sampling::take_stop(&mut fields, "stop")?;
         params.logprobs = fields.take("logprobs")?;
@@ -70,10 +71,13 @@ impl Completions {
         sampling::discard_labels(&mut fields);
         sampling::take_service_tier(&mut fields)?;
         fields.refuse(&["suffix"], "text is continued only")?;
-        fields
-            .refuse(&["response_format", "grammar"], "this server does not constrain output yet")?;
+        let format = form::take_format(&mut fields, "response_format")?;
+        let form = form::take_form(&mut fields, "response_format", format)?;
         fields.finish()?;
-        Ok(Self { model, prompts, params, n, echo, stream, include_usage, cache_salt, priority })
+        if let Some(form) = form {
+            params.constraint = Some(form.constraint(app, None)?);
+        }
+        Ok(Self { model, prompts, params, echo, stream, include_usage, cache_salt, priority })
     }
 }
 
@@ -245,20 +249,19 @@ pub async fn create(
         "model": request.model,
         "system_fingerprint": app.info().fingerprint,
     });
-    let n = request.n;
+    let n = request.params.n;
     let count = request.prompts.len() * n;
     type Parts = Pin<Box<dyn Stream<Item = Result<Part, ApiError>> + Send>>;
     let mut streams: StreamMap<usize, Parts> = StreamMap::new();
     for (i, prompt) in request.prompts.into_iter().enumerate() {
-        for index in 0..n {
-            let job = Job {
-                prompt: prompt.clone(),
-                params: sampling::of_choice(&request.params, index),
-                cache_salt: request.cache_salt.clone(),
-                priority: request.priority,
-                budget: None,
-            };
-            let run = app.start("completions", &call, job, &ticket)?;
+        let job = Job {
+            prompt,
+            params: request.params.clone(),
+            cache_salt: request.cache_salt.clone(),
+            priority: request.priority,
+        };
+        let runs = app.start_all("completions", &call, job, &ticket)?;
+        for (index, run) in runs.into_iter().enumerate() {
             let parts = parts(run, app.info().tokenizer.clone(), request.echo);
             streams.insert(i * n + index, Box::pin(parts));
         }

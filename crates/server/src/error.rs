@@ -2,6 +2,7 @@
 
 use axum::body::Body;
 use axum::http::{HeaderValue, Response, StatusCode, header};
+use deepinfer::grammar::CompileError;
 use deepinfer::request::RequestError;
 use deepseek_recipe::request::ConversionError;
 use serde_json::{Value, json};
@@ -206,6 +207,12 @@ impl From<RequestError> for ApiError {
             | RequestError::QueueTokensFull { .. }
             | RequestError::WaitedTooLong { .. } => {
                 Self::Busy { message, retry_after: Duration::from_secs(1) }
+            }
+            RequestError::Grammar(CompileError::Busy { .. }) => {
+                Self::Busy { message, retry_after: Duration::from_secs(1) }
+            }
+            RequestError::Grammar(CompileError::Fault { .. }) | RequestError::GrammarFault(_) => {
+                Self::Internal { message }
             }
             RequestError::Stopped { .. } => Self::Unavailable { message },
             RequestError::UnknownToken { field, .. }

@@ -1,13 +1,28 @@
 //! The seam between HTTP and the engine.
 
+use deepinfer::grammar::GrammarSpec;
 use deepinfer::request::{Request, RequestError, RequestHandle};
 use deepinfer::tokenizer::Tokenizer;
 use std::sync::Arc;
 
 /// Whatever turns requests into events. The server knows nothing else of an engine.
 pub trait Inference: Send + Sync + 'static {
-    /// Starts a request. Dropping the handle aborts it.
+    /// Starts a request with one continuation. Dropping the handle aborts it.
     fn submit(&self, request: Request) -> Result<RequestHandle, RequestError>;
+
+    /// Starts all `n` continuations of a request. Dropping a handle aborts its one.
+    fn submit_all(&self, request: Request) -> Result<Vec<RequestHandle>, RequestError> {
+        let one = |i: usize| {
+            let mut request = request.clone();
+            request.params.n = 1;
+            request.params.sample = request.params.sample.wrapping_add(i as u32);
+            self.submit(request)
+        };
+        (0..request.params.n).map(one).collect()
+    }
+
+    /// Compiles a grammar, or says why it cannot be enforced; blocks until then.
+    fn check_grammar(&self, grammar: &GrammarSpec) -> Result<(), RequestError>;
 
     /// What does not change while it runs.
     fn info(&self) -> &Info;

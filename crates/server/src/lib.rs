@@ -7,6 +7,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod form;
 mod inference;
 mod live;
 mod load;

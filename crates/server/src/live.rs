@@ -2,6 +2,7 @@
 
 use crate::inference::{Figures, Inference, Info, Times};
 use deepinfer::engine::Engine;
+use deepinfer::grammar::GrammarSpec;
 use deepinfer::metrics::{BUCKETS, Counter, Histogram};
 use deepinfer::request::{Request, RequestError, RequestHandle};
 
@@ -29,6 +30,14 @@ impl Live {
 impl Inference for Live {
     fn submit(&self, request: Request) -> Result<RequestHandle, RequestError> {
         self.engine.submit(request)
+    }
+
+    fn submit_all(&self, request: Request) -> Result<Vec<RequestHandle>, RequestError> {
+        self.engine.submit_all(request)
+    }
+
+    fn check_grammar(&self, grammar: &GrammarSpec) -> Result<(), RequestError> {
+        self.engine.check_grammar(grammar)
     }
 
     fn info(&self) -> &Info {

@@ -4,6 +4,7 @@ use crate::app::{App, Call, new_id};
 use crate::chat::{blocking, count_end};
 use crate::error::{ApiError, Shape};
 use crate::fields::Fields;
+use crate::form::{self, Form, ToolRules};
 use crate::output::{self, End, Part};
 use crate::sampling;
 use crate::sse;
@@ -13,6 +14,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Extension, State};
 use axum::http::Response;
 use deepinfer::chat::Effort;
+use deepinfer::grammar::ToolChoice;
 use deepseek_recipe::anthropic::messages::response::MessagesChunkGenerator;
 use deepseek_recipe::anthropic::{MessagesRequest, MessagesResponse, MessagesStreamEvent};
 use deepseek_recipe::request::ProtocolRequest;
@@ -22,8 +24,6 @@ use serde_json::{Map, Value, json};
 use std::pin::pin;
 use std::sync::Arc;
 use tokio_stream::StreamExt;
-
-const GRAMMARS: &str = "this server does not constrain output yet";
 
 #[derive(Debug)]
 struct Messages {
@@ -50,7 +50,8 @@ impl Messages {
             return Err(fields.invalid("max_tokens", "this field is required"));
         }
         let stop = sampling::take_stop(&mut fields, "stop_sequences")?;
-        let (effort, budget) = take_effort(&mut fields)?;
+        let (effort, budget, format) = take_effort(&mut fields)?;
+        let form = form::take_form(&mut fields, "output_config.format", format)?;
         let (cache_salt, priority) = turn::take_extensions(&mut fields)?;
 
         let mut recipe = Map::new();
@@ -62,10 +63,11 @@ impl Messages {
             check_blocks(&system, "system", &["text"])?;
             recipe.insert("system".into(), system);
         }
-        if let Some(tools) = take_tools(&mut fields)? {
-            recipe.insert("tools".into(), tools);
+        let mut tools = ToolRules::default();
+        if let Some(list) = take_tools(&mut fields, &mut tools.strict)? {
+            recipe.insert("tools".into(), list);
         }
-        let one_call = take_tool_choice(&mut fields, &mut recipe)?;
+        take_tool_choice(&mut fields, &mut tools, &mut recipe)?;
         sampling::discard_labels(&mut fields);
         // Caching needs no marks: every prefix is cached.
         fields.discard(&["cache_control"]);
@@ -77,8 +79,8 @@ impl Messages {
         let request: MessagesRequest = serde_json::from_value(Value::Object(recipe))
             .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
         let converted = request.convert(turn::conversion())?;
-        let asked = Asked { effort, budget, params, one_call, owner, cache_salt, priority };
-        Ok(Self { model, turn: turn::prepare(app, &converted, asked)?, stream })
+        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        Ok(Self { model, turn: turn::prepare(app, converted, asked)?, stream })
     }
 }
 
@@ -95,15 +97,15 @@ fn take_context_management(fields: &mut Fields) -> Result<(), ApiError> {
 }
 
 /// Thinking is off unless the request says otherwise.
-fn take_effort(fields: &mut Fields) -> Result<(Effort, Option<usize>), ApiError> {
+fn take_effort(fields: &mut Fields) -> Result<(Effort, Option<usize>, Option<Form>), ApiError> {
     let thinking = turn::take_thinking(fields)?;
-    let mut effort = None;
+    let (mut effort, mut format) = (None, None);
     if let Some(mut config) = fields.object("output_config")? {
         effort = turn::take_effort(&mut config, "effort")?;
-        config.refuse(&["format"], GRAMMARS)?;
+        format = form::take_format(&mut config, "format")?;
         config.finish()?;
     }
-    Ok((turn::resolve_effort(thinking, effort, Effort::NONE), thinking.budget))
+    Ok((turn::resolve_effort(thinking, effort, Effort::NONE), thinking.budget, format))
 }
 
 fn take_messages(fields: &mut Fields) -> Result<Value, ApiError> {
@@ -157,7 +159,10 @@ fn check_blocks(content: &Value, path: &str, kinds: &[&str]) -> Result<(), ApiEr
 }
 
 /// The tools as the protocol crate takes them: a client tool has no `type` there.
-fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
+fn take_tools(
+    fields: &mut Fields,
+    strict: &mut Vec<(Option<String>, String)>,
+) -> Result<Option<Value>, ApiError> {
     let Some(tools) = fields.take::<Vec<Value>>("tools")? else { return Ok(None) };
     let mut out = Vec::with_capacity(tools.len());
     for (i, tool) in tools.into_iter().enumerate() {
@@ -173,7 +178,11 @@ fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
             }
         }
         tool.discard(&["cache_control", "eager_input_streaming"]);
-        tool.refuse(&["strict"], GRAMMARS)?;
+        if tool.take("strict")?.unwrap_or(false)
+            && let Some(name) = recipe.get("name").and_then(Value::as_str)
+        {
+            strict.push((None, name.to_owned()));
+        }
         tool.refuse(&["input_examples"], "write examples into the description")?;
         tool.refuse(&["allowed_callers"], "tools are called by the model only")?;
         tool.finish()?;
@@ -182,20 +191,26 @@ fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
     Ok(Some(Value::Array(out)))
 }
 
-/// Returns whether there may be one call only.
+/// A choice that requires a call is enforced while the answer is written, after the thinking if
+/// there is any.
 fn take_tool_choice(
     fields: &mut Fields,
+    tools: &mut ToolRules,
     recipe: &mut Map<String, Value>,
-) -> Result<bool, ApiError> {
-    let Some(mut choice) = fields.object("tool_choice")? else { return Ok(false) };
+) -> Result<(), ApiError> {
+    let Some(mut choice) = fields.object("tool_choice")? else { return Ok(()) };
     let kind: String = choice.require("type")?;
-    let one_call = choice.take("disable_parallel_tool_use")?.unwrap_or(false);
-    if !matches!(kind.as_str(), "auto" | "none") {
-        return Err(choice.invalid("type", format!("{kind:?} is not supported: {GRAMMARS}")));
-    }
+    tools.one_call = choice.take("disable_parallel_tool_use")?.unwrap_or(false);
+    tools.choice = match kind.as_str() {
+        "auto" | "none" => ToolChoice::Auto,
+        "any" => ToolChoice::Required,
+        "tool" => ToolChoice::Named(choice.require("name")?),
+        other => return Err(choice.invalid("type", format!("{other:?} is not known here"))),
+    };
     choice.finish()?;
+    let kind = if kind == "none" { "none" } else { "auto" };
     recipe.insert("tool_choice".into(), json!({"type": kind}));
-    Ok(one_call)
+    Ok(())
 }
 
 /// The end of a message, with what the protocol has no words for.

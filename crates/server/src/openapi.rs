@@ -15,7 +15,7 @@ pub struct Operation {
 }
 
 const SAMPLING: &str = "temperature top_p top_k min_p presence_penalty frequency_penalty \
-     repetition_penalty logit_bias allowed_token_ids bad_words seed min_tokens stop_token_ids \
+     repetition_penalty logit_bias allowed_token_ids bad_words seed sample_index min_tokens stop_token_ids \
      ignore_eos priority cache_salt service_tier user metadata";
 
 /// Every operation of the server.
@@ -33,14 +33,14 @@ pub const OPERATIONS: &[Operation] = &[
         "The next message of a conversation",
         "model! messages! stream stream_options n max_tokens max_completion_tokens logprobs \
          top_logprobs stop reasoning_effort thinking thinking_budget chat_template_kwargs tools \
-         tool_choice parallel_tool_calls response_format continue_final_message \
+         tool_choice parallel_tool_calls response_format structured_outputs continue_final_message \
          add_generation_prompt modalities",
     ),
     post(
         "/v1/completions",
         "Text that goes on",
         "model! prompt! stream stream_options n best_of echo max_tokens logprobs stop \
-         parse_special add_special_tokens",
+         parse_special add_special_tokens response_format structured_outputs",
     ),
     post(
         "/v1/messages",
@@ -58,7 +58,7 @@ pub const OPERATIONS: &[Operation] = &[
         "The next items of a conversation",
         "model! input instructions previous_response_id store background stream stream_options \
          max_output_tokens reasoning tools tool_choice parallel_tool_calls text include \
-         top_logprobs truncation",
+         top_logprobs truncation structured_outputs",
     ),
     get("/v1/responses/{id}", "A kept response"),
     Operation {

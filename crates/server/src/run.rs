@@ -21,18 +21,6 @@ pub struct Job {
     pub cache_salt: Option<String>,
     /// Larger numbers are served first.
     pub priority: i32,
-    /// Limit of the thinking, if there is one.
-    pub budget: Option<Budget>,
-}
-
-/// A limit of the thinking. When it is reached, the end of thinking is put into the text as if it
-/// had been produced, and the answer follows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
-    /// Most tokens of thinking.
-    pub tokens: usize,
-    /// The token that ends thinking.
-    pub end: u32,
 }
 
 /// A part of an answer.
@@ -81,7 +69,6 @@ pub struct Accounts {
 
 /// A running job. Dropping it aborts the request.
 pub struct Run {
-    inference: Arc<dyn Inference>,
     failure: watch::Receiver<Option<String>>,
     job: Job,
     handle: RequestHandle,
@@ -91,8 +78,6 @@ pub struct Run {
     accounts: Accounts,
     /// All tokens so far.
     tokens: Vec<u32>,
-    /// Whether the thinking that has a limit still goes on.
-    limited: bool,
     ready: bool,
     ended: bool,
     ticket: Ticket,
@@ -104,44 +89,37 @@ pub struct Run {
 }
 
 impl Run {
-    /// Submits a job. `failure` tells when the engine has failed, in words; `ticket` is held as
-    /// long as the job runs; `record` gets its accounts, also if it is dropped early.
+    /// Submits a job; gives a run for each of its `n` answers. `failure` tells when the engine has
+    /// failed, in words; `ticket` is held as long as a job runs; `record` makes what gets the
+    /// accounts of a run, also if it is dropped early.
     pub fn start(
-        inference: Arc<dyn Inference>,
-        failure: watch::Receiver<Option<String>>,
+        inference: &dyn Inference,
+        failure: &watch::Receiver<Option<String>>,
         job: Job,
-        ticket: Ticket,
-        record: Record,
-    ) -> Result<Self, ApiError> {
-        let mut params = job.params.clone();
-        let limited = match job.budget {
-            Some(budget) if params.max_tokens.is_none_or(|most| budget.tokens < most) => {
-                params.max_tokens = Some(budget.tokens.max(1));
-                params.stop_tokens.push(budget.end);
-                true
-            }
-            _ => false,
-        };
-        let submitted = inference.submit(request(&job, job.prompt.clone(), params));
-        let handle = submitted.map_err(ApiError::from)?;
-        let accounts = Accounts { prompt_tokens: job.prompt.len(), ..Accounts::default() };
-        Ok(Self {
-            inference,
-            failure,
-            job,
+        ticket: &Ticket,
+        record: impl Fn() -> Record,
+    ) -> Result<Vec<Self>, ApiError> {
+        let mut request = Request::tokens(job.prompt.clone(), job.params.clone());
+        request.cache_salt = job.cache_salt.clone();
+        request.priority = job.priority;
+        let started = Instant::now();
+        let handles = inference.submit_all(request).map_err(ApiError::from)?;
+        let run = |handle| Self {
+            failure: failure.clone(),
+            job: job.clone(),
             handle,
             next: None,
-            started: Instant::now(),
-            accounts,
+            started,
+            accounts: Accounts { prompt_tokens: job.prompt.len(), ..Accounts::default() },
             tokens: Vec::new(),
-            limited,
             ready: false,
             ended: false,
-            ticket,
-            record,
+            ticket: ticket.clone(),
+            record: record(),
             recorded: false,
             complete: Arc::default(),
-        })
+        };
+        Ok(handles.into_iter().map(run).collect())
     }
 
     /// The next part. `None` after the end or an error.
@@ -209,13 +187,8 @@ impl Run {
                 self.accounts.accepted += usage.accepted;
                 self.accounts.preemptions += usage.preemptions;
                 self.accounts.seed = Some(usage.seed);
-                match self.go_on(reason, usage.seed)? {
-                    Some(step) => Ok(step),
-                    None => {
-                        self.end(Ok(reason));
-                        Ok(Some(Step::End(reason)))
-                    }
-                }
+                self.end(Ok(reason));
+                Ok(Some(Step::End(reason)))
             }
             Some(Event::Failed(error)) => Err(error.into()),
             None => Err(ApiError::internal("the engine ended a request without saying why")),
@@ -231,38 +204,6 @@ impl Run {
         self.ticket.produced(tokens.len());
         self.record.produced(tokens.len());
         Step::Tokens { tokens, text }
-    }
-
-    /// When the limited thinking has ended: starts the answer. The outer `None` means that there is
-    /// nothing to start.
-    fn go_on(&mut self, reason: FinishReason, seed: u64) -> Result<Option<Option<Step>>, ApiError> {
-        let Some(budget) = self.job.budget.filter(|_| self.limited) else { return Ok(None) };
-        self.limited = false;
-        let closed = self.tokens.last() == Some(&budget.end);
-        if !closed && reason != FinishReason::Length {
-            return Ok(None);
-        }
-        let step = (!closed).then(|| {
-            let token = Token { id: budget.end, logprobs: None };
-            self.take(vec![token], String::new())
-        });
-        let mut params = self.job.params.clone();
-        params.seed = Some(seed);
-        params.prompt_logprobs = None;
-        params.max_tokens = match params.max_tokens {
-            Some(most) if most <= self.tokens.len() => {
-                self.next = Some(Event::Finished {
-                    reason: FinishReason::Length,
-                    usage: deepinfer::request::Usage { seed, ..Default::default() },
-                });
-                return Ok(Some(step));
-            }
-            most => most.map(|most| most - self.tokens.len()),
-        };
-        let mut prompt = self.job.prompt.clone();
-        prompt.extend(&self.tokens);
-        self.handle = self.inference.submit(request(&self.job, prompt, params))?;
-        Ok(Some(step))
     }
 
     /// Accounts until now. Tokens of thinking are counted by who knows where it ends.
@@ -294,13 +235,6 @@ impl Drop for Run {
             false => FinishReason::Aborted,
         }));
     }
-}
-
-fn request(job: &Job, prompt: Vec<u32>, params: SamplingParams) -> Request {
-    let mut request = Request::tokens(prompt, params);
-    request.cache_salt = job.cache_salt.clone();
-    request.priority = job.priority;
-    request
 }
 
 /// Waits until the engine has failed; for ever if it never does.

@@ -24,6 +24,7 @@ pub fn take(fields: &mut Fields, tokenizer: &Tokenizer) -> Result<SamplingParams
         allowed_tokens: fields.take("allowed_token_ids")?.unwrap_or_default(),
         bad_words: Vec::new(),
         seed: take_seed(fields)?,
+        sample: fields.take("sample_index")?.unwrap_or(0),
         min_tokens: fields.take("min_tokens")?.unwrap_or(0),
         stop_tokens: fields.take("stop_token_ids")?.unwrap_or_default(),
         ignore_eos: fields.take("ignore_eos")?.unwrap_or(false),
@@ -111,13 +112,6 @@ pub fn take_service_tier(fields: &mut Fields) -> Result<(), ApiError> {
             Err(fields.invalid("service_tier", format!("{other:?}: there is only \"default\"")))
         }
     }
-}
-
-/// The parameters of answer `index` out of several: with a given seed, answers use consecutive ones.
-pub fn of_choice(params: &SamplingParams, index: usize) -> SamplingParams {
-    let mut params = params.clone();
-    params.seed = params.seed.map(|seed| seed.wrapping_add(index as u64));
-    params
 }
 
 fn number(fields: &mut Fields, name: &str) -> Result<Option<f32>, ApiError> {

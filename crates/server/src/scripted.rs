@@ -1,13 +1,14 @@
 //! An [`Inference`] that says what it is told to: for tests of everything above the engine.
 
 use crate::inference::{Figures, Inference, Info};
+use deepinfer::grammar::{CompileError, Compiler, CompilerLimits, GrammarSpec, GrammarVocabulary};
 use deepinfer::request::{
     Event, EventSink, FinishReason, Prompt, Request, RequestError, RequestHandle, RequestId, Token,
     TokenLogprobs, Usage, event_queue,
 };
 use deepinfer::tokenizer::{Decoder, Tokenizer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How a request is answered.
@@ -47,6 +48,7 @@ type Script = Box<dyn Fn(&Request, &[u32]) -> Result<Reply, RequestError> + Send
 pub struct Scripted {
     info: Info,
     script: Script,
+    compiler: OnceLock<Result<Compiler, RequestError>>,
     next_id: AtomicU64,
     shared: Arc<Shared>,
 }
@@ -97,7 +99,13 @@ impl Scripted {
         let driver = shared.clone();
         std::thread::spawn(move || drive(&driver));
         let info = Info { tokenizer, vocab, max_tokens, fingerprint: Some("scripted".into()) };
-        Self { info, script: Box::new(script), next_id: AtomicU64::new(0), shared }
+        Self {
+            info,
+            script: Box::new(script),
+            compiler: OnceLock::new(),
+            next_id: AtomicU64::new(0),
+            shared,
+        }
     }
 
     /// Answers every request with the same tokens.
@@ -218,6 +226,18 @@ impl Inference for Scripted {
             self.shared.wake.notify_one();
         }
         Ok(handle)
+    }
+
+    fn check_grammar(&self, grammar: &GrammarSpec) -> Result<(), RequestError> {
+        let compiler = self.compiler.get_or_init(|| {
+            let (tokenizer, vocab) = (&self.info.tokenizer, self.info.vocab);
+            let ends: Vec<u32> = tokenizer.eos().into_iter().collect();
+            GrammarVocabulary::of_tokenizer(tokenizer, vocab, &ends)
+                .map(|vocabulary| Compiler::new(vocabulary, CompilerLimits::default()))
+                .map_err(|error| CompileError::Fault { reason: error.to_string() }.into())
+        });
+        compiler.as_ref().map_err(RequestError::clone)?.compile(grammar.clone())?;
+        Ok(())
     }
 
     fn info(&self) -> &Info {

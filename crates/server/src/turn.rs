@@ -3,10 +3,12 @@
 use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::form::{Form, ToolRules};
 use crate::output::Reading;
-use crate::run::{Budget, Job};
-use deepinfer::chat::{ChatError, ChatTemplate, Conversation, Effort, Options};
-use deepinfer::request::SamplingParams;
+use crate::run::Job;
+use deepinfer::chat::{ChatError, ChatTemplate, Conversation, Effort, InputMessage, Options};
+use deepinfer::grammar::Trigger;
+use deepinfer::request::{SamplingParams, ThinkingBudget};
 use deepseek_recipe::request::{
     ConversationRequest, ConversionOptions, DEFAULT_MAX_EFFORT_MAX_TOKENS,
     DEFAULT_NON_THINKING_MAX_TOKENS, DEFAULT_THINKING_MAX_TOKENS, ModelVersion, WebSearchBehavior,
@@ -46,8 +48,10 @@ pub struct Asked {
     pub budget: Option<usize>,
     /// Sampling; `max_tokens` as asked for.
     pub params: SamplingParams,
-    /// At most one tool call.
-    pub one_call: bool,
+    /// The form of the answer, if it must have one.
+    pub form: Option<Form>,
+    /// How tools are called.
+    pub tools: ToolRules,
     /// Whose request it is.
     pub owner: Option<String>,
     /// For the prefix cache.
@@ -71,7 +75,14 @@ pub fn render(
 }
 
 /// Renders the prompt and puts everything together.
-pub fn prepare(app: &App, converted: &ConversationRequest, asked: Asked) -> Result<Turn, ApiError> {
+pub fn prepare(
+    app: &App,
+    mut converted: ConversationRequest,
+    asked: Asked,
+) -> Result<Turn, ApiError> {
+    if let Some(form) = &asked.form {
+        converted.conversation.response_format = form.response_format();
+    }
     let mut prompt = render(app, &converted.conversation, asked.effort)?;
     let remember = app.remember(format!("{:?} {:?}", asked.owner, asked.cache_salt));
     if let Some(remember) = &remember {
@@ -92,22 +103,43 @@ pub fn prepare(app: &App, converted: &ConversationRequest, asked: Asked) -> Resu
         params.max_tokens = Some(room.clamp(1, usual as usize));
     }
     let thinks = converted.parsing_options.thinking_initial_stage;
-    let budget = match (asked.budget, app.markup.think_end()) {
-        (Some(tokens), Some(end)) if thinks.is_some_and(|s| s.starts_in_reasoning()) => {
-            Some(Budget { tokens, end })
-        }
-        _ => None,
-    };
-    if budget.is_some() && (params.presence_penalty != 0.0 || params.frequency_penalty != 0.0) {
-        let message = "a thinking budget cannot be combined with presence_penalty or \
-                       frequency_penalty";
-        return Err(ApiError::invalid("thinking.budget_tokens", message));
+    // What thinking comes first, if any.
+    let end = app.markup.think_end().filter(|_| thinks.is_some_and(|s| s.starts_in_reasoning()));
+    params.thinking_budget =
+        asked.budget.zip(end).map(|(tokens, end)| ThinkingBudget { tokens, end });
+    if let Some(form) = whole_form(&converted, asked.form, &asked.tools)? {
+        let trigger = end.map(|end| Trigger::new(vec![end], None)).transpose();
+        let trigger = trigger.map_err(ApiError::internal)?;
+        params.constraint = Some(form.constraint(app, trigger)?);
     }
-    let job =
-        Job { prompt, params, cache_salt: asked.cache_salt, priority: asked.priority, budget };
+    let job = Job { prompt, params, cache_salt: asked.cache_salt, priority: asked.priority };
     let reading =
-        Reading { parsing: converted.parsing_options.clone(), one_call: asked.one_call, remember };
+        Reading { parsing: converted.parsing_options, one_call: asked.tools.one_call, remember };
     Ok(Turn { job, reading, thinks: thinks.is_some() })
+}
+
+/// The form of an answer as a whole: that of its text, or that of its calls.
+fn whole_form(
+    converted: &ConversationRequest,
+    form: Option<Form>,
+    tools: &ToolRules,
+) -> Result<Option<Form>, ApiError> {
+    let calls = tools.form(converted)?;
+    let Some(form) = form else { return Ok(calls) };
+    let refused = |reason: &str| {
+        let message = format!("{}: {reason}", form.param);
+        Err(ApiError::Invalid { param: Some(form.param.clone()), message })
+    };
+    if converted.parsing_options.parse_tool_calls {
+        return refused(
+            "an answer of this form cannot call tools; leave them out or set tool_choice to none",
+        );
+    }
+    let last = converted.conversation.messages.last();
+    if matches!(last, Some(InputMessage::Assistant { prefix: true, .. })) {
+        return refused("it cannot be combined with the continuation of a message");
+    }
+    Ok(Some(form))
 }
 
 /// Effort in words or as a number.

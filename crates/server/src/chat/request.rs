@@ -3,9 +3,11 @@
 use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::form::{self, ToolRules};
 use crate::sampling;
 use crate::turn::{self, Asked, RECIPE_MODEL, Turn};
 use deepinfer::chat::Effort;
+use deepinfer::grammar::ToolChoice;
 use deepseek_recipe::openai::ChatCompletionRequest;
 use deepseek_recipe::request::ProtocolRequest;
 use serde_json::{Map, Value, json};
@@ -17,15 +19,11 @@ pub struct ChatRequest {
     pub model: String,
     /// What to run.
     pub turn: Turn,
-    /// Answers.
-    pub n: usize,
     /// As events.
     pub stream: bool,
     /// A chunk with the usage at the end of the events.
     pub include_usage: bool,
 }
-
-const GRAMMARS: &str = "this server does not constrain output yet";
 
 impl ChatRequest {
     /// Reads a body. Every field is honoured or refused.
@@ -37,13 +35,17 @@ impl ChatRequest {
         let include_usage = take_stream_options(&mut fields, stream)?;
         let n = sampling::take_n(&mut fields, 16)?;
         let mut params = sampling::take(&mut fields, &app.info().tokenizer)?;
+        params.n = n;
         params.max_tokens =
             sampling::take_limit(&mut fields, &["max_tokens", "max_completion_tokens"])?;
         params.logprobs = take_logprobs(&mut fields)?;
         let stop = sampling::take_stop(&mut fields, "stop")?;
         let (effort, budget) = take_effort(&mut fields, app.config.default_effort)?;
         let (cache_salt, priority) = turn::take_extensions(&mut fields)?;
-        let one_call = fields.take("parallel_tool_calls")? == Some(false);
+        let mut tools = ToolRules {
+            one_call: fields.take("parallel_tool_calls")? == Some(false),
+            ..ToolRules::default()
+        };
 
         let mut recipe = Map::new();
         recipe.insert("model".into(), json!(RECIPE_MODEL));
@@ -51,13 +53,14 @@ impl ChatRequest {
         recipe.insert("stop".into(), json!(stop));
         let goes_on = take_cue(&mut fields)?;
         recipe.insert("messages".into(), take_messages(&mut fields, goes_on)?);
-        if let Some(tools) = take_tools(&mut fields)? {
-            recipe.insert("tools".into(), tools);
+        if let Some(list) = take_tools(&mut fields, &mut tools.strict)? {
+            recipe.insert("tools".into(), list);
         }
-        if let Some(choice) = take_tool_choice(&mut fields)? {
+        if let Some(choice) = take_tool_choice(&mut fields, &mut tools.choice)? {
             recipe.insert("tool_choice".into(), choice);
         }
-        take_response_format(&mut fields)?;
+        let format = form::take_format(&mut fields, "response_format")?;
+        let form = form::take_form(&mut fields, "response_format", format)?;
         sampling::discard_labels(&mut fields);
         sampling::take_service_tier(&mut fields)?;
         fields.refuse(&["functions", "function_call"], "use tools and tool_choice")?;
@@ -67,7 +70,6 @@ impl ChatRequest {
         )?;
         fields.refuse(&["store"], "nothing is stored here")?;
         fields.refuse(&["verbosity"], "say it in a message")?;
-        fields.refuse(&["guided_json", "guided_regex", "guided_grammar", "grammar"], GRAMMARS)?;
         if let Some(kinds) = fields.take::<Vec<String>>("modalities")?
             && kinds != ["text"]
         {
@@ -78,9 +80,9 @@ impl ChatRequest {
         let request: ChatCompletionRequest = serde_json::from_value(Value::Object(recipe))
             .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
         let converted = request.convert(turn::conversion())?;
-        let asked = Asked { effort, budget, params, one_call, owner, cache_salt, priority };
-        let turn = turn::prepare(app, &converted, asked)?;
-        Ok(Self { model, turn, n, stream, include_usage })
+        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        let turn = turn::prepare(app, converted, asked)?;
+        Ok(Self { model, turn, stream, include_usage })
     }
 }
 
@@ -227,11 +229,15 @@ fn refuse_images(content: &Value, path: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
-    let Some(tools) = fields.take::<Vec<Value>>("tools")? else { return Ok(None) };
-    for (i, tool) in tools.iter().enumerate() {
+/// The tools as the protocol crate takes them; notes those that are strict.
+fn take_tools(
+    fields: &mut Fields,
+    strict: &mut Vec<(Option<String>, String)>,
+) -> Result<Option<Value>, ApiError> {
+    let Some(mut tools) = fields.take::<Vec<Value>>("tools")? else { return Ok(None) };
+    for (i, given) in tools.iter_mut().enumerate() {
         let path = format!("tools[{i}]");
-        let mut tool = Fields::of_value(tool.clone(), &path)?;
+        let mut tool = Fields::of_value(given.clone(), &path)?;
         let kind: String = tool.require("type")?;
         if kind != "function" {
             return Err(tool.invalid("type", format!("{kind:?} is not supported; use function")));
@@ -239,29 +245,51 @@ fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
         let Some(mut function) = tool.object("function")? else {
             return Err(tool.invalid("function", "this field is required"));
         };
+        if function.take("strict")?.unwrap_or(false) {
+            strict.push((None, function.require("name")?));
+        }
         function.discard(&["name", "description", "parameters"]);
-        function.refuse(&["strict"], GRAMMARS)?;
         function.finish()?;
         tool.finish()?;
+        // Strictness is seen to here.
+        if let Some(function) = given["function"].as_object_mut() {
+            function.remove("strict");
+        }
     }
     Ok(Some(Value::Array(tools)))
 }
 
-fn take_tool_choice(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
+/// The choice as the protocol crate takes it: one that requires a call is enforced while the answer
+/// is written, after the thinking if there is any.
+fn take_tool_choice(
+    fields: &mut Fields,
+    choice: &mut ToolChoice,
+) -> Result<Option<Value>, ApiError> {
     match fields.value("tool_choice") {
         None => Ok(None),
         Some(Value::String(word)) if word == "auto" || word == "none" => Ok(Some(json!(word))),
-        Some(other) => {
-            Err(fields.invalid("tool_choice", format!("{other} is not supported: {GRAMMARS}")))
+        Some(Value::String(word)) if word == "required" => {
+            *choice = ToolChoice::Required;
+            Ok(Some(json!("auto")))
         }
-    }
-}
-
-fn take_response_format(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(mut format) = fields.object("response_format")? else { return Ok(()) };
-    let kind: String = format.require("type")?;
-    match kind.as_str() {
-        "text" => format.finish(),
-        other => Err(format.invalid("type", format!("{other:?} is not supported: {GRAMMARS}"))),
+        Some(given @ Value::Object(_)) => {
+            let mut given = Fields::of_value(given, &fields.path("tool_choice"))?;
+            let kind: String = given.require("type")?;
+            if kind != "function" {
+                let message = format!("{kind:?} is not supported; use function");
+                return Err(given.invalid("type", message));
+            }
+            let Some(mut function) = given.object("function")? else {
+                return Err(given.invalid("function", "this field is required"));
+            };
+            *choice = ToolChoice::Named(function.require("name")?);
+            function.finish()?;
+            given.finish()?;
+            Ok(Some(json!("auto")))
+        }
+        Some(other) => Err(fields.invalid(
+            "tool_choice",
+            format!("{other} is not supported; give auto, none, required or a function"),
+        )),
     }
 }

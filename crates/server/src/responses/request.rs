@@ -4,15 +4,15 @@ use super::store::Stored;
 use crate::app::App;
 use crate::error::ApiError;
 use crate::fields::Fields;
+use crate::form::{self, Form, ToolRules};
 use crate::sampling;
 use crate::turn::{self, Asked, RECIPE_MODEL, Turn};
+use deepinfer::grammar::ToolChoice;
 use deepseek_recipe::openai::ResponsesRequest;
 use deepseek_recipe::openai::responses::response::ResponsesChunkGenerator;
 use deepseek_recipe::request::ProtocolRequest;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-
-const GRAMMARS: &str = "this server does not constrain output yet";
 
 /// A request that can run.
 pub struct Request {
@@ -87,20 +87,14 @@ impl Request {
         recipe.insert("instructions".into(), json!(instructions));
         recipe.insert("max_output_tokens".into(), json!(params.max_tokens));
         recipe.insert("top_logprobs".into(), json!(params.logprobs.unwrap_or(0)));
-        if let Some(tools) = take_tools(&mut fields)? {
-            recipe.insert("tools".into(), tools);
+        let mut tools = ToolRules { one_call: !parallel, ..ToolRules::default() };
+        if let Some(list) = take_tools(&mut fields, &mut tools.strict)? {
+            recipe.insert("tools".into(), list);
         }
-        match fields.value("tool_choice") {
-            None => {}
-            Some(Value::String(word)) if word == "auto" || word == "none" => {
-                recipe.insert("tool_choice".into(), json!(word));
-            }
-            Some(other) => {
-                let message = format!("{other} is not supported: {GRAMMARS}");
-                return Err(fields.invalid("tool_choice", message));
-            }
+        if let Some(choice) = take_tool_choice(&mut fields, &mut tools.choice, &mut echo)? {
+            recipe.insert("tool_choice".into(), choice);
         }
-        take_text(&mut fields)?;
+        let form = take_text(&mut fields, &mut echo)?;
         take_rest(&mut fields, &mut echo)?;
         fields.finish()?;
         echo.insert("model".into(), json!(model));
@@ -112,9 +106,8 @@ impl Request {
             .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
         let converted = request.convert(turn::conversion())?;
         let generator = ResponsesRequest::chunk_generator(&converted, id.to_owned(), model);
-        let one_call = !parallel;
-        let asked = Asked { effort, budget, params, one_call, owner, cache_salt, priority };
-        let turn = turn::prepare(app, &converted, asked)?;
+        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        let turn = turn::prepare(app, converted, asked)?;
         Ok(Self { turn, generator, input: Arc::new(input), echo, stream, background, store })
     }
 }
@@ -241,28 +234,44 @@ fn check_parts(content: &Value, path: &str, kinds: &[&str]) -> Result<(), ApiErr
     Ok(())
 }
 
-fn take_tools(fields: &mut Fields) -> Result<Option<Value>, ApiError> {
+/// The tools as the protocol crate takes them; notes those that are strict.
+fn take_tools(
+    fields: &mut Fields,
+    strict: &mut Vec<(Option<String>, String)>,
+) -> Result<Option<Value>, ApiError> {
     let Some(mut tools) = fields.take::<Vec<Value>>("tools")? else { return Ok(None) };
     for (i, tool) in tools.iter_mut().enumerate() {
-        check_tool(tool, &format!("tools[{i}]"))?;
+        check_tool(tool, &format!("tools[{i}]"), None, strict)?;
     }
     Ok(Some(Value::Array(tools)))
 }
 
-fn check_tool(tool: &mut Value, path: &str) -> Result<(), ApiError> {
+fn check_tool(
+    tool: &mut Value,
+    path: &str,
+    space: Option<&str>,
+    strict: &mut Vec<(Option<String>, String)>,
+) -> Result<(), ApiError> {
     let mut fields = Fields::of_value(tool.clone(), path)?;
     let kind: String = fields.require("type")?;
     match kind.as_str() {
         "function" => {
+            if fields.take("strict")?.unwrap_or(false) {
+                strict.push((space.map(str::to_owned), fields.require("name")?));
+            }
             fields.discard(&["name", "description", "parameters", "defer_loading"]);
-            fields.refuse(&["strict"], GRAMMARS)?;
+            // Strictness is seen to here.
+            if let Some(tool) = tool.as_object_mut() {
+                tool.remove("strict");
+            }
         }
         // Its format is a grammar, which only says how to write what the description asks for.
         "custom" => fields.discard(&["name", "description", "format"]),
         "namespace" => {
-            fields.discard(&["name", "description", "tools"]);
+            let name: Option<String> = fields.take("name")?;
+            fields.discard(&["description", "tools"]);
             for (i, tool) in tool["tools"].as_array_mut().into_iter().flatten().enumerate() {
-                check_tool(tool, &format!("{path}.tools[{i}]"))?;
+                check_tool(tool, &format!("{path}.tools[{i}]"), name.as_deref(), strict)?;
             }
         }
         "tool_search" => fields.discard(&["execution", "description", "parameters"]),
@@ -273,20 +282,54 @@ fn check_tool(tool: &mut Value, path: &str) -> Result<(), ApiError> {
     fields.finish()
 }
 
-fn take_text(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(mut text) = fields.object("text")? else { return Ok(()) };
-    if let Some(mut format) = text.object("format")? {
-        let kind: String = format.require("type")?;
-        if kind != "text" {
-            return Err(format.invalid("type", format!("{kind:?} is not supported: {GRAMMARS}")));
+/// The choice as the protocol crate takes it: one that requires a call is enforced while the answer
+/// is written, after the thinking if there is any.
+fn take_tool_choice(
+    fields: &mut Fields,
+    choice: &mut ToolChoice,
+    echo: &mut Map<String, Value>,
+) -> Result<Option<Value>, ApiError> {
+    let Some(given) = fields.value("tool_choice") else { return Ok(None) };
+    echo.insert("tool_choice".into(), given.clone());
+    match given {
+        Value::String(word) if word == "auto" || word == "none" => Ok(Some(json!(word))),
+        Value::String(word) if word == "required" => {
+            *choice = ToolChoice::Required;
+            Ok(Some(json!("auto")))
         }
-        format.finish()?;
+        Value::Object(_) => {
+            let mut given = Fields::of_value(given, &fields.path("tool_choice"))?;
+            let kind: String = given.require("type")?;
+            if kind != "function" {
+                let message = format!("{kind:?} is not supported; use function");
+                return Err(given.invalid("type", message));
+            }
+            *choice = ToolChoice::Named(given.require("name")?);
+            given.finish()?;
+            Ok(Some(json!("auto")))
+        }
+        other => Err(fields.invalid(
+            "tool_choice",
+            format!("{other} is not supported; give auto, none, required or a function"),
+        )),
     }
-    if let Some(verbosity) = text.take::<String>("verbosity")?.filter(|v| v != "medium") {
-        let message = format!("{verbosity:?} is not supported; say it in the instructions");
-        return Err(text.invalid("verbosity", message));
+}
+
+/// The form of the answer: `text.format`, or the extension.
+fn take_text(fields: &mut Fields, echo: &mut Map<String, Value>) -> Result<Option<Form>, ApiError> {
+    let mut format = None;
+    if let Some(mut text) = fields.object("text")? {
+        if let Some(given) = text.peek("format").filter(|format| !format.is_null()) {
+            echo.insert("text".into(), json!({"format": given}));
+        }
+        format = form::take_format(&mut text, "format")?;
+        if let Some(verbosity) = text.take::<String>("verbosity")?.filter(|v| v != "medium") {
+            let message = format!("{verbosity:?} is not supported; say it in the instructions");
+            return Err(text.invalid("verbosity", message));
+        }
+        text.finish()?;
     }
-    text.finish()
+    form::take_form(fields, "text.format", format)
 }
 
 fn take_rest(fields: &mut Fields, echo: &mut Map<String, Value>) -> Result<(), ApiError> {

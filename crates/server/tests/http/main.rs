@@ -5,6 +5,7 @@ mod agents;
 mod chat;
 mod common;
 mod completions;
+mod form;
 mod fuzz;
 mod matrix;
 mod messages;

@@ -165,7 +165,7 @@ async fn refusals_name_the_field_in_this_protocols_shape() {
     let server = Server::saying("x");
     for (extra, field) in [
         (json!({"max_tokens": null}), "max_tokens"),
-        (json!({"tool_choice": {"type": "any"}}), "tool_choice.type"),
+        (json!({"tool_choice": {"type": "any"}}), "tool_choice"),
         (json!({"mcp_servers": [{"url": "x"}]}), "mcp_servers"),
         (
             json!({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),

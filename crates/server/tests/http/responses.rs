@@ -205,7 +205,7 @@ async fn an_agents_session_is_accepted_and_unknown_items_are_named() {
             "input[0].content[0].type",
         ),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
-        (json!({"text": {"format": {"type": "json_object"}}}), "text.format.type"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"include": ["file_search_call.results"]}), "include"),
         (json!({"input": null}), "input"),

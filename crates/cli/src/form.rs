@@ -1,0 +1,60 @@
+//! The form of an answer, from the command line.
+
+use crate::args::FormArgs;
+use crate::failure::{Failure, Outcome};
+use anyhow::Context;
+use deepinfer::grammar::{GrammarSpec, Trigger};
+use deepinfer::request::{Constraint, ThinkingBudget};
+use deepinfer::tokenizer::Tokenizer;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The grammar that was asked for.
+pub fn grammar(args: &FormArgs) -> Outcome<Option<GrammarSpec>> {
+    if let Some(path) = &args.json_schema {
+        let schema = serde_json::from_str(&read(path)?)
+            .map_err(|e| Failure::Usage(format!("--json-schema {}: {e}", path.display())))?;
+        return Ok(Some(GrammarSpec::JsonSchema(schema)));
+    }
+    if let Some(path) = &args.grammar {
+        return Ok(Some(GrammarSpec::Lark(read(path)?)));
+    }
+    if args.json_object {
+        return Ok(Some(GrammarSpec::JsonObject));
+    }
+    let regex = args.regex.clone().map(GrammarSpec::Regex);
+    Ok(regex.or_else(|| args.choice.clone().map(GrammarSpec::Choice)))
+}
+
+fn read(path: &Path) -> Outcome<String> {
+    let text = std::fs::read_to_string(path);
+    Ok(text.with_context(|| format!("cannot read {}", path.display()))?)
+}
+
+/// The rule that an answer has this form, after the thinking if there is any.
+pub fn constraint(
+    grammar: Option<GrammarSpec>,
+    end: Option<u32>,
+) -> Outcome<Option<Arc<Constraint>>> {
+    let Some(grammar) = grammar else { return Ok(None) };
+    let trigger = end.map(|end| Trigger::new(vec![end], None)).transpose();
+    let trigger = trigger.map_err(anyhow::Error::new)?;
+    Ok(Some(Arc::new(Constraint { grammar, trigger })))
+}
+
+/// The token that ends thinking, if the turn `thinks`.
+pub fn thinking_end(tokenizer: &Tokenizer, thinks: bool) -> Outcome<Option<u32>> {
+    let token = || tokenizer.require_special(crate::speech::THINKING_END);
+    Ok(thinks.then(token).transpose().context("the end of thinking")?)
+}
+
+/// A limit of the thinking.
+pub fn budget(tokens: Option<usize>, end: Option<u32>) -> Outcome<Option<ThinkingBudget>> {
+    match (tokens, end) {
+        (None, _) => Ok(None),
+        (Some(tokens), Some(end)) => Ok(Some(ThinkingBudget { tokens, end })),
+        (Some(_), None) => {
+            Err(Failure::Usage("--thinking-budget needs an answer that thinks: --effort".into()))
+        }
+    }
+}
