@@ -3,6 +3,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use deepinfer::cache::CacheFormat;
+use deepinfer_device::DeviceChoice;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -63,6 +64,9 @@ pub struct ModelArgs {
 /// How it runs.
 #[derive(Debug, Args)]
 pub struct RunArgs {
+    /// What to run on: auto (a GPU if there is one), cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    pub device: DeviceChoice,
     /// Threads; without it, one for each processor
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,
@@ -272,6 +276,9 @@ pub struct Verify {
     /// Start every layer from the reference's values
     #[arg(long)]
     pub forced: bool,
+    /// What to run on: auto (a GPU if there is one), cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    pub device: DeviceChoice,
     /// Threads; without it, one for each processor
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,

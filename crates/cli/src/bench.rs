@@ -11,7 +11,7 @@ use bytes::{Counting, Work};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::Session;
-use deepinfer_device::{Cpu, DeviceError};
+use deepinfer_device::{Cpu, DeviceChoice, DeviceError};
 use limits::{Gemm, Read, Weights};
 use memory::PeakPrivate;
 use serde::Serialize;
@@ -60,6 +60,9 @@ pub fn run(args: &Bench) -> Outcome {
         if value == 0 {
             return Err(Failure::Usage(format!("--{name} must be at least 1")));
         }
+    }
+    if let DeviceChoice::Cuda(_) = args.run.device {
+        return Err(Failure::Usage("bench measures the CPU; leave --device out".into()));
     }
     let peak = PeakPrivate::start();
     let loaded = open::model(&args.model, args.run.threads)?;
@@ -189,7 +192,7 @@ fn token(session: &Session<Cpu>, slot: usize, position: usize) -> u32 {
 }
 
 /// What opening a checkpoint and generating one token takes, with room for little more.
-fn one_token(loaded: &open::Loaded, args: &Bench) -> Outcome {
+fn one_token(loaded: &open::Loaded<Cpu>, args: &Bench) -> Outcome {
     let (device, model) = (loaded.device.clone(), loaded.model.clone());
     let mut session = Session::new(device, model, args.run.kv.into(), 1, 128, 1)?;
     let first = token(&session, 0, 0);

@@ -53,6 +53,7 @@ pub fn single(run: &RunArgs, draft: &str, tokens: usize) -> Outcome<EngineConfig
         prefix_cache: PrefixCache::Off,
         draft: setting(draft)?,
         cache_format: run.kv.into(),
+        device: run.device,
         threads: run.threads.map(NonZeroUsize::get),
         ..EngineConfig::default()
     })
@@ -73,6 +74,7 @@ pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
         draft: args.draft.as_deref().map_or(Ok(d.draft), setting)?,
         overlap: args.overlap.map_or(d.overlap, |s| s == Switch::On),
         cache_format: run.kv.into(),
+        device: run.device,
         threads: run.threads.map(NonZeroUsize::get),
         ..EngineConfig::default()
     })

@@ -8,16 +8,22 @@ use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::engram::Engram;
 use deepinfer::model::Model;
 use deepinfer::tokenizer::Tokenizer;
-use deepinfer_device::Cpu;
+use deepinfer_device::{Cpu, Cuda, Device, DeviceChoice};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 /// A loaded model.
-pub struct Loaded {
-    pub device: Arc<Cpu>,
-    pub model: Arc<Model<Cpu>>,
+pub struct Loaded<D: Device> {
+    pub device: Arc<D>,
+    pub model: Arc<Model<D>>,
+}
+
+/// A model on one of the devices.
+pub enum AnyLoaded {
+    Cpu(Loaded<Cpu>),
+    Cuda(Loaded<Cuda>),
 }
 
 /// Where the model comes from.
@@ -44,13 +50,32 @@ pub fn checkpoint(args: &ModelArgs) -> Outcome<Checkpoint> {
     Ok(Checkpoint::open(source).with_context(|| format!("cannot open {place}"))?)
 }
 
-/// Opens and loads.
-pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded> {
+/// Opens and loads, on the device that the command line names.
+pub fn any_model(
+    args: &ModelArgs,
+    device: DeviceChoice,
+    threads: Option<NonZeroUsize>,
+) -> Outcome<AnyLoaded> {
+    match device.resolve() {
+        DeviceChoice::Cuda(ordinal) => {
+            let device = Cuda::open(ordinal).map_err(anyhow::Error::new)?;
+            Ok(AnyLoaded::Cuda(load(args, device)?))
+        }
+        DeviceChoice::Cpu | DeviceChoice::Auto => Ok(AnyLoaded::Cpu(model(args, threads)?)),
+    }
+}
+
+/// Opens and loads, on the CPU.
+pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded<Cpu>> {
+    load(args, Cpu::new(threads.map(NonZeroUsize::get)).map_err(anyhow::Error::new)?)
+}
+
+fn load<D: Device>(args: &ModelArgs, device: D) -> Outcome<Loaded<D>> {
     let mut checkpoint = checkpoint(args)?;
     let place = checkpoint.source().place();
-    let mut load = || -> anyhow::Result<Loaded> {
+    let device = Arc::new(device);
+    let mut load = || -> anyhow::Result<Loaded<D>> {
         let tokenizer = Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?;
-        let device = Arc::new(Cpu::new(threads.map(NonZeroUsize::get))?);
         let bar = bar("loading", 0);
         let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
         let model = Model::load(&*device, &mut checkpoint, engram, &mut |done, all| {
@@ -58,7 +83,7 @@ pub fn model(args: &ModelArgs, threads: Option<NonZeroUsize>) -> Outcome<Loaded>
             bar.set_position(done as u64);
         })?;
         bar.finish_and_clear();
-        Ok(Loaded { device, model: Arc::new(model) })
+        Ok(Loaded { device: device.clone(), model: Arc::new(model) })
     };
     Ok(load().with_context(|| format!("cannot load {place}"))?)
 }

@@ -2,15 +2,30 @@
 
 use crate::args::{KvChoice, Verify};
 use crate::failure::{Failure, Outcome};
+use crate::open::{AnyLoaded, Loaded};
 use crate::{open, text};
 use anyhow::Context;
-use deepinfer::verify::{Options, Reference, Variant, verify};
+use deepinfer::verify::{Options, Reference, Variant, runs_free, verify};
+use deepinfer_device::Device;
 use std::io::Write;
 
 /// Compares a model with a reference.
 pub fn run(args: &Verify) -> Outcome {
     let reference = Reference::open(&args.reference).context("cannot read the reference")?;
-    let loaded = open::model(&args.model, args.threads)?;
+    match open::any_model(&args.model, args.device, args.threads)? {
+        AnyLoaded::Cpu(loaded) => compare(args, &reference, &loaded),
+        AnyLoaded::Cuda(loaded) => compare(args, &reference, &loaded),
+    }
+}
+
+fn compare<D: Device>(args: &Verify, reference: &Reference, loaded: &Loaded<D>) -> Outcome {
+    if !args.forced && !runs_free(&*loaded.device) {
+        return Err(Failure::Usage(
+            "this device computes with bf16 activations, whose roundings add up over layers: \
+             compare with --forced, or on --device cpu"
+                .into(),
+        ));
+    }
     let variants = match args.kv {
         KvChoice::Released => vec![Variant::Quantized],
         KvChoice::Exact => vec![Variant::F32],
@@ -23,7 +38,7 @@ pub fn run(args: &Verify) -> Outcome {
         bar.set_position(done as u64);
         bar.set_message(what.to_owned());
     };
-    let report = verify(&loaded.device, &loaded.model, &reference, &options, &mut progress)
+    let report = verify(&loaded.device, &loaded.model, reference, &options, &mut progress)
         .context("cannot compare")?;
     bar.finish_and_clear();
     let failed = report.failed();

@@ -40,6 +40,8 @@ fn generate_gives_the_reference_tokens_drafted_or_not_on_any_threads() {
             "--kv",
             "exact",
             "--ignore-eos",
+            "--device",
+            "cpu",
             "--threads",
             threads,
             "--draft",

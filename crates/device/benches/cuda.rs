@@ -1,7 +1,8 @@
 //! Times of operations on a GPU: `cargo bench -p deepinfer-device --bench cuda`. Weights are rotated
 //! so that they come from memory, not from the cache.
 
-use deepinfer_device::{Cuda, Device, DeviceError, Format, StoredMatrix};
+use deepinfer_device::ops::{Mix, MixWeights, StreamShape};
+use deepinfer_device::{Cuda, Device, DeviceError, Format, RowFormat, StoredMatrix};
 use half::bf16;
 
 /// Bytes of weights to rotate through, more than any cache.
@@ -60,6 +61,52 @@ fn weight(
 
 fn run(cuda: &Cuda) -> Result<(), DeviceError> {
     println!("{:?}", cuda.info());
+    borders(cuda)?;
+    linears(cuda)
+}
+
+/// The border of two sublayers: update, mixing coefficients, collapse, norm.
+fn borders(cuda: &Cuda) -> Result<(), DeviceError> {
+    let (s, h) = (4, 5120);
+    let shape =
+        StreamShape { streams: s, hidden: h, iterations: 20, hc_eps: 1e-6, norm_eps: 1e-20 };
+    let outputs = (2 + s) * s;
+    let values = |n: usize| (0..n).map(|i| (i % 17) as f32 / 16.0 - 0.5).collect::<Vec<_>>();
+    let site = MixWeights::<Cuda> {
+        function: weight(cuda, Format::F32, outputs, s * h)?,
+        base: uploaded(cuda, &values(outputs))?,
+        scale: uploaded(cuda, &[0.5, 0.5, 0.5])?,
+    };
+    let norm = uploaded(cuda, &values(h))?;
+    for t in [1, 6, 12, 128, 4096] {
+        let mut x = cuda.alloc::<bf16>(t * s * h)?;
+        cuda.upload_act(&values(t * s * h), &mut x, 0)?;
+        let mut y = cuda.alloc::<bf16>(t * h)?;
+        let mut out = cuda.alloc::<bf16>(t * h)?;
+        let mut mix =
+            Mix { pre: cuda.alloc(t * s)?, post: cuda.alloc(t * s)?, comb: cuda.alloc(t * s * s)? };
+        let mixing = median(cuda, |_| cuda.streams_mix(&x, &site, &shape, t, &mut mix))?;
+        let update = median(cuda, |_| cuda.streams_update(&mut x, &y, &mix, &shape, t))?;
+        let collapse = median(cuda, |_| cuda.streams_collapse(&x, &mix.pre, &shape, t, &mut out))?;
+        let norming = median(cuda, |_| cuda.rms_norm(&out, &norm, 1e-20, h, t, &mut y))?;
+        let mut bytes = cuda.alloc::<u8>(t * 528)?;
+        let encode = median(cuda, |_| cuda.encode_rows(&x, 512, RowFormat::Fp8x32, t, &mut bytes))?;
+        println!(
+            "border T {t}: mix {mixing:.1} + update {update:.1} + collapse {collapse:.1} + norm \
+             {norming:.1} = {:.1} us; encode fp8 rows {encode:.1} us",
+            mixing + update + collapse + norming
+        );
+    }
+    Ok(())
+}
+
+fn uploaded(cuda: &Cuda, values: &[f32]) -> Result<<Cuda as Device>::Buffer<f32>, DeviceError> {
+    let mut buffer = cuda.alloc(values.len())?;
+    cuda.upload(values, &mut buffer, 0)?;
+    Ok(buffer)
+}
+
+fn linears(cuda: &Cuda) -> Result<(), DeviceError> {
     let shapes = [
         (Format::Fp8Block32, 1280, 5120),
         (Format::Fp8Block32, 32768, 1280),
@@ -75,7 +122,7 @@ fn run(cuda: &Cuda) -> Result<(), DeviceError> {
         while weights.len() * bytes < ROTATED && weights.len() < 32 {
             weights.push(weight(cuda, format, n, k)?);
         }
-        for m in [1, 8, 32, 64, 128, 512, 4096] {
+        for m in [1, 8, 16, 32, 64, 128, 512, 4096] {
             if n > 100_000 && m > 128 {
                 continue;
             }

@@ -256,3 +256,26 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
     }
     return sum;
 }
+
+// The sum of squares of a row, in every thread of a block of 256: every 256th value ascending, or
+// every 256th group of 8 where the width is a multiple of 8, then as block_sum does. An order that
+// depends on the width alone.
+__device__ __forceinline__ float sum_of_squares(const bf16* x, u32 width, float* partial) {
+    float sum = 0.0f;
+    if (width % 8 == 0) {
+        for (u32 i = threadIdx.x; i < width / 8; i += 256) {
+            uint4 v = ((const uint4*)x)[i];
+            u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                sum = __fmaf_rn(low(words[c]), low(words[c]), sum);
+                sum = __fmaf_rn(high(words[c]), high(words[c]), sum);
+            }
+        }
+    } else {
+        for (u32 i = threadIdx.x; i < width; i += 256) {
+            sum = __fmaf_rn(widen(x[i]), widen(x[i]), sum);
+        }
+    }
+    return block_sum(sum, partial);
+}

@@ -4,9 +4,8 @@
 // alone. Inside a chunk, tensor cores add 16 products at a time, k ascending by slabs of 64: the
 // step s of a slab (0 to 3) takes, from lane t of four, values 16 t + 4 s to 16 t + 4 s + 3, so that
 // a lane reads 16 adjacent values of a row. Chunk sums are added in ascending order. Two kernels
-// follow that order: `few` (a warp a chunk, weights from memory straight to registers) and `tile`
-// (64 rows of x by 128 weight rows a block, through shared memory; chunks in turn, or one a block
-// and a sum behind it).
+// follow that order: `few` (a warp a chunk) and `tile` (rows of x through shared memory; chunks in
+// turn, or one a block and a sum behind it).
 //
 // Weights are the 16 rows of the tensor core's first operand, rows of x the 8 columns of its second.
 #include "common.cuh"
@@ -154,7 +153,7 @@ __device__ __forceinline__ void store(const Shape& s, void* out, u64 at, float v
 // Floats from one row of partial sums to the next: no two lanes meet in a bank.
 #define FEW_STRIDE 20
 
-template <int FORMAT, int MT>
+template <int FORMAT, int MT, bool WIDE>
 __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
     // Slabs on their way to registers.
     const int AHEAD = FORMAT == BF16 ? 2 : 4;
@@ -164,13 +163,15 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
     u32 group = blockIdx.x / tiles, n0 = blockIdx.x % tiles * 16, m0 = blockIdx.y * 8 * MT;
 
     // Rows beyond the last read the last; what comes of them is not stored.
-    u32 row_a = group * s.n + min(n0 + g, s.n - 1), row_b = group * s.n + min(n0 + g + 8, s.n - 1);
-    const u8* a_values = w.data + row_a * w.row_stride;
-    const u8* b_values = w.data + row_b * w.row_stride;
-    const u8* a_scales = w.scale + ((row_a + w.row0) >> w.shift) * w.scale_stride;
-    const u8* b_scales = w.scale + ((row_b + w.row0) >> w.shift) * w.scale_stride;
-    x += ((u64)(m0 + g) * s.groups + group) * s.k;
-    u64 x_step = (u64)8 * s.groups * s.k;
+    u32 row0 = group * s.n + n0, scale_row0 = (row0 + w.row0) >> w.shift;
+    u32 row_a = min(g, s.n - 1 - n0), row_b = min(g + 8, s.n - 1 - n0);
+    const u8* values = w.data + row0 * w.row_stride;
+    const u8* scales = w.scale + scale_row0 * w.scale_stride;
+    u32 a_at = row_a * (u32)w.row_stride, b_at = row_b * (u32)w.row_stride;
+    u32 a_scale = (((row0 + row_a + w.row0) >> w.shift) - scale_row0) * (u32)w.scale_stride;
+    u32 b_scale = (((row0 + row_b + w.row0) >> w.shift) - scale_row0) * (u32)w.scale_stride;
+    x += ((u64)m0 * s.groups + group) * s.k;
+    u32 x_at = g * s.groups * s.k, x_step = 8 * s.groups * s.k;
 
     u32 first = warp * s.chunk, last = min(first + s.chunk, slabs_end(s));
     float sums[MT][4] = {};
@@ -179,8 +180,8 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
     for (int i = 0; i < AHEAD; ++i) {
         u32 at = first + i * SLAB;
         if (at < last) {
-            load(a[i], a_values, a_scales, at + 16 * t);
-            load(b[i], b_values, b_scales, at + 16 * t);
+            load(a[i], values + a_at, scales + a_scale, at + 16 * t);
+            load(b[i], values + b_at, scales + b_scale, at + 16 * t);
         }
     }
     for (u32 base = first; base < last; base += AHEAD * SLAB) {
@@ -195,14 +196,14 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
             expand(b[i], b_pairs);
             u32 next = at + AHEAD * SLAB;
             if (next < last) {
-                load(a[i], a_values, a_scales, next + 16 * t);
-                load(b[i], b_values, b_scales, next + 16 * t);
+                load(a[i], values + a_at, scales + a_scale, next + 16 * t);
+                load(b[i], values + b_at, scales + b_scale, next + 16 * t);
             }
 #pragma unroll
             for (int j = 0; j < MT; ++j) {
-                const bf16* row = m0 + 8 * j + g < s.m ? x + j * x_step : nullptr;
+                const bf16* row = m0 + 8 * j + g < s.m ? x + (x_at + j * x_step) : nullptr;
                 u32 x_pairs[8];
-                load_x<false>(row, at + 16 * t, s.k, x_pairs);
+                load_x<WIDE>(row, at + 16 * t, s.k, x_pairs);
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     u32 w_pairs[4] = {a_pairs[2 * step], b_pairs[2 * step], a_pairs[2 * step + 1],
@@ -236,131 +237,158 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
     }
 }
 
-#define FEW(NAME, FORMAT, MT)                                                                      \
-    extern "C" __global__ void __launch_bounds__(32 * CHUNKS, 2) linear_few_##NAME##_##MT(PARAMS) {\
-        few<FORMAT, MT>(x, WEIGHT, SHAPE, out);                                                    \
+#define FEW(NAME, FORMAT, MT, WIDE, BLOCKS)                                                        \
+    extern "C" __global__ void __launch_bounds__(32 * CHUNKS, BLOCKS) linear_few_##NAME(PARAMS) {  \
+        few<FORMAT, MT, WIDE>(x, WEIGHT, SHAPE, out);                                              \
     }
 
-FEW(bf16, BF16, 1)
-FEW(bf16, BF16, 2)
-FEW(bf16, BF16, 4)
-FEW(fp8, FP8, 1)
-FEW(fp8, FP8, 2)
-FEW(fp8, FP8, 4)
-FEW(fp4, FP4, 1)
-FEW(fp4, FP4, 2)
-FEW(fp4, FP4, 4)
+FEW(bf16_1, BF16, 1, true, 3)
+FEW(bf16_2, BF16, 2, true, 2)
+FEW(bf16_odd, BF16, 1, false, 2)
+FEW(fp8_1, FP8, 1, true, 3)
+FEW(fp8_2, FP8, 2, true, 2)
+FEW(fp8_odd, FP8, 1, false, 2)
+FEW(fp4_1, FP4, 1, true, 3)
+FEW(fp4_2, FP4, 2, true, 2)
+FEW(fp4_odd, FP4, 1, false, 2)
 
-// ---- many rows of x: one block for 128 weight rows and 64 rows of x ----
+// ---- many rows of x: one block for 128 weight rows and TM rows of x ----
 
-#define TILE_N 128
-#define TILE_M 64
-// Bytes of a slab in shared memory: 64 pairs' halves and 16 bytes that keep lanes out of each
+// A warp has 32 weight rows, read from memory to registers as in `few`, a slab ahead, and all rows
+// of x, which come through shared memory two slabs ahead.
+#define TILE_WARPS 4
+#define TILE_N (32 * TILE_WARPS)
+#define STAGES 3
+// Bytes of a row of a slab in shared memory: 64 values, and 16 bytes that keep lanes out of each
 // other's banks.
 #define ROW_BYTES 144
 // Floats of a row of results in shared memory.
-#define OUT_STRIDE 132
+#define OUT_STRIDE (TILE_N + 4)
 
+template <int TM>
 union TileMemory {
-    struct {
-        u8 w[TILE_N * ROW_BYTES];
-        u8 x[TILE_M * ROW_BYTES];
-    } in;
-    float out[TILE_M * OUT_STRIDE];
+    uint4 aligned;
+    u8 x[STAGES][TM * ROW_BYTES];
+    float out[TM * OUT_STRIDE];
 };
 
-__device__ __forceinline__ void put(u8* row, u32 piece, const u32 (&pairs)[8]) {
-    uint4* at = (uint4*)(row + piece * 32);
-    at[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    at[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+// Copies 16 bytes to shared memory in the background; zeros if not `inside`.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    u32 bytes = inside ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
+                 : "memory");
 }
 
-// k is a multiple of 8. With several blocks along z each takes one chunk, and writes its sums as they are to
-// `out` [chunk, m, groups n] of f32.
-template <int FORMAT>
-__device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
-    __shared__ TileMemory memory;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    u32 warp_n = warp % 4 * 32, warp_m = warp / 4 * 32;
-    u32 tiles = (s.n + TILE_N - 1) / TILE_N;
-    u32 group = blockIdx.y / tiles, n0 = blockIdx.y % tiles * TILE_N, m0 = blockIdx.x * TILE_M;
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
-    // Each thread brings 16 values of x and of two weight rows.
-    u32 row = threadIdx.x / 4, piece = threadIdx.x % 4;
+// Waits for all groups of copies but the last.
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+// k is a multiple of 8. With several blocks along z each takes one chunk, and writes its sums as
+// they are to `out` [chunk, m, groups n] of f32.
+template <int FORMAT, int TM>
+__device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
+    const int COLUMNS = TM / 8;
+    __shared__ TileMemory<TM> memory;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    u32 tiles = (s.n + TILE_N - 1) / TILE_N;
+    u32 group = blockIdx.y / tiles, n0 = blockIdx.y % tiles * TILE_N, m0 = blockIdx.x * TM;
+
     u32 row0 = group * s.n + n0, scale_row0 = (row0 + w.row0) >> w.shift;
     const u8* values = w.data + row0 * w.row_stride;
     const u8* scales = w.scale + scale_row0 * w.scale_stride;
-    u32 value_at[2], scale_at[2];
+    u32 value_at[4], scale_at[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; ++i) {
         // Rows beyond the last read the last; what comes of them is not stored.
-        u32 r = min(row + 64 * i, s.n - 1 - n0);
+        u32 r = min(32 * warp + 8 * i + g, s.n - 1 - n0);
         value_at[i] = r * (u32)w.row_stride;
         scale_at[i] = (((row0 + r + w.row0) >> w.shift) - scale_row0) * (u32)w.scale_stride;
     }
-    x += ((u64)m0 * s.groups + group) * s.k;
-    bool x_inside = m0 + row < s.m;
-    u32 x_at = row * s.groups * s.k;
+    // Each thread copies 16 bytes of every 16th row of x.
+    u32 copy_row = threadIdx.x / 8, copy_column = threadIdx.x % 8 * 8;
+    x += ((u64)m0 * s.groups + group) * s.k + copy_column;
 
     u32 first = 0, last = slabs_end(s);
     if (gridDim.z > 1) {
         first = blockIdx.z * s.chunk;
         last = min(first + s.chunk, last);
     }
-    Raw<FORMAT> raw[2];
-    u32 x_pairs[8];
-    auto fetch = [&](u32 at) {
-        load(raw[0], values + value_at[0], scales + scale_at[0], at + 16 * piece);
-        load(raw[1], values + value_at[1], scales + scale_at[1], at + 16 * piece);
-        load_x<true>(x_inside ? x + x_at : nullptr, at + 16 * piece, s.k, x_pairs);
+    auto copy_x = [&](u32 at, u32 stage) {
+#pragma unroll
+        for (int r = 0; r < TM; r += 16) {
+            u32 row = copy_row + r;
+            bool inside = m0 + row < s.m && at + copy_column < s.k && at < last;
+            const bf16* from = x + (inside ? row * s.groups * s.k + at : 0);
+            copy_async(memory.x[stage] + row * ROW_BYTES + copy_column * 2, from, inside);
+        }
+        commit_copies();
     };
-    float sums[2][4][4] = {}, totals[2][4][4] = {};
-    u32 chunk_end = first + s.chunk;
+    Raw<FORMAT> raw[4];
+    auto fetch = [&](u32 at) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            load(raw[i], values + value_at[i], scales + scale_at[i], at + 16 * t);
+        }
+    };
+    float sums[2][COLUMNS][4] = {}, totals[2][COLUMNS][4] = {};
+    u32 chunk_end = first + s.chunk, stage = 0;
+    copy_x(first, 0);
+    copy_x(first + SLAB, 1);
     if (first < last) {
         fetch(first);
     }
     for (u32 at = first; at < last; at += SLAB) {
+        wait_copies();
+        // The slab is there for all warps, and all have done with the one that is overwritten.
         __syncthreads();
+        copy_x(at + 2 * SLAB, stage == 0 ? STAGES - 1 : stage - 1);
+        u32 pairs[4][8];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32 pairs[8];
-            expand(raw[i], pairs);
-            put(memory.in.w + (row + 64 * i) * ROW_BYTES, piece, pairs);
+        for (int i = 0; i < 4; ++i) {
+            expand(raw[i], pairs[i]);
         }
-        put(memory.in.x + row * ROW_BYTES, piece, x_pairs);
-        __syncthreads();
         if (at + SLAB < last) {
             fetch(at + SLAB);
         }
+        const u8* rows = memory.x[stage] + g * ROW_BYTES + t * 32;
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
-            u32 offset = t * 32 + two * 16;
-            uint4 b[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                b[j] = *(const uint4*)(memory.in.x + (warp_m + 8 * j + g) * ROW_BYTES + offset);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u8* start = memory.in.w + (warp_n + 16 * i + g) * ROW_BYTES + offset;
-                uint4 a = *(const uint4*)start, a8 = *(const uint4*)(start + 8 * ROW_BYTES);
-                u32 even[4] = {a.x, a8.x, a.y, a8.y}, odd[4] = {a.z, a8.z, a.w, a8.w};
+            for (int four = 0; four < COLUMNS; four += 4) {
+                uint4 b[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    mma(sums[i][j], even, b[j].x, b[j].y);
+                    b[j] = *(const uint4*)(rows + 8 * (four + j) * ROW_BYTES + two * 16);
                 }
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    mma(sums[i][j], odd, b[j].z, b[j].w);
+                for (int step = 0; step < 2; ++step) {
+                    int p = 4 * two + 2 * step;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        u32 a[4] = {pairs[2 * i][p], pairs[2 * i + 1][p], pairs[2 * i][p + 1],
+                                    pairs[2 * i + 1][p + 1]};
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            u32 b0 = step == 0 ? b[j].x : b[j].z, b1 = step == 0 ? b[j].y : b[j].w;
+                            mma(sums[i][four + j], a, b0, b1);
+                        }
+                    }
                 }
             }
         }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
         if (at + SLAB == chunk_end || at + SLAB >= last) {
             chunk_end += s.chunk;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
+                for (int j = 0; j < COLUMNS; ++j) {
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         totals[i][j][c] = __fadd_rn(totals[i][j][c], sums[i][j][c]);
@@ -376,13 +404,14 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
         s.to_f32 = 1;
         s.factor = 1.0f;
     }
-    // Rows of out are written whole.
+    // Rows of out are written whole. Copies that are still under way would write over them.
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            float* at = memory.out + (warp_m + 8 * j + 2 * t) * OUT_STRIDE + warp_n + 16 * i + g;
+        for (int j = 0; j < COLUMNS; ++j) {
+            float* at = memory.out + (8 * j + 2 * t) * OUT_STRIDE + 32 * warp + 16 * i + g;
             at[0] = totals[i][j][0];
             at[OUT_STRIDE] = totals[i][j][1];
             at[8] = totals[i][j][2];
@@ -391,7 +420,7 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     }
     __syncthreads();
     u32 column = n0 + lane * 4;
-    for (u32 r = warp; r < TILE_M && m0 + r < s.m; r += 8) {
+    for (u32 r = warp; r < TM && m0 + r < s.m; r += TILE_WARPS) {
         float4 v = *(const float4*)(memory.out + r * OUT_STRIDE + lane * 4);
         u64 at = ((u64)(m0 + r) * s.groups + group) * s.n + column;
         if (s.n % 4 == 0 && column < s.n) {
@@ -414,14 +443,18 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     }
 }
 
-#define TILE(NAME, FORMAT, BLOCKS)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear_tile_##NAME(PARAMS) {         \
-        tile<FORMAT>(x, WEIGHT, SHAPE, out);                                                       \
+#define TILE(NAME, FORMAT, TM, BLOCKS)                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * TILE_WARPS, BLOCKS)                          \
+        linear_tile_##NAME##_##TM(PARAMS) {                                                        \
+        tile<FORMAT, TM>(x, WEIGHT, SHAPE, out);                                                   \
     }
 
-TILE(bf16, BF16, 1)
-TILE(fp8, FP8, 2)
-TILE(fp4, FP4, 1)
+TILE(bf16, BF16, 32, 3)
+TILE(bf16, BF16, 64, 2)
+TILE(fp8, FP8, 32, 3)
+TILE(fp8, FP8, 64, 2)
+TILE(fp4, FP4, 32, 3)
+TILE(fp4, FP4, 64, 2)
 
 // Adds the chunk sums of `tile`, ascending.
 extern "C" __global__ void __launch_bounds__(256)
@@ -437,14 +470,17 @@ extern "C" __global__ void __launch_bounds__(256)
     store(Shape{0, 0, 0, 0, 0, 0, factor, to_f32}, out, i, sum);
 }
 
-// ---- f32 weights: one block for R rows of x and R weight rows, a warp a chunk ----
+// ---- f32 weights: one block for R rows of x and R weight rows, warps for chunks in turn ----
+
+// Most chunks of an f32 row: there are more of them, as a lane has fewer values in flight.
+#define F32_CHUNKS 32
 
 // Lane l multiplies columns 4 l to 4 l + 3 of every 128 of a chunk, ascending; lanes are added by
 // the tree of warp_sum, chunks ascending.
 template <int R>
 __device__ void plain(const bf16* x, const Weight& w, const Shape& s, void* out) {
-    __shared__ float partial[CHUNKS][R * R];
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ float partial[F32_CHUNKS][R * R];
+    u32 lane = threadIdx.x % 32;
     u32 tiles = (s.n + R - 1) / R;
     u32 group = blockIdx.x / tiles, n0 = blockIdx.x % tiles * R, m0 = blockIdx.y * R;
     const float* w_rows[R];
@@ -456,42 +492,47 @@ __device__ void plain(const bf16* x, const Weight& w, const Shape& s, void* out)
         u64 row = min(m0 + i, s.m - 1);
         x_rows[i] = x + (row * s.groups + group) * s.k;
     }
-    float sums[R][R] = {};
-    u32 first = warp * s.chunk, last = min(first + s.chunk, slabs_end(s));
+    for (u32 chunk = threadIdx.x / 32; chunk < s.chunks; chunk += blockDim.x / 32) {
+        float sums[R][R] = {};
+        u32 first = chunk * s.chunk, last = min(first + s.chunk, slabs_end(s));
 #pragma unroll 4
-    for (u32 at = first + 4 * lane; at < last; at += 128) {
-        float a[R][4], b[R][4];
+        for (u32 at = first + 4 * lane; at < last; at += 128) {
+            float4 a[R];
 #pragma unroll
-        for (int i = 0; i < R; ++i) {
-            float4 v = __ldg((const float4*)(w_rows[i] + at));
-            a[i][0] = v.x, a[i][1] = v.y, a[i][2] = v.z, a[i][3] = v.w;
-            if (s.k % 4 == 0) {
-                uint2 pairs = at < s.k ? __ldg((const uint2*)(x_rows[i] + at)) : make_uint2(0, 0);
-                b[i][0] = low(pairs.x), b[i][1] = high(pairs.x);
-                b[i][2] = low(pairs.y), b[i][3] = high(pairs.y);
-            } else {
+            for (int i = 0; i < R; ++i) {
+                a[i] = __ldg((const float4*)(w_rows[i] + at));
+            }
 #pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    b[i][c] = at + c < s.k ? widen(x_rows[i][at + c]) : 0.0f;
+            for (int i = 0; i < R; ++i) {
+                float b[4];
+                if (s.k % 4 == 0) {
+                    uint2 pairs = make_uint2(0, 0);
+                    if (at < s.k) {
+                        pairs = __ldg((const uint2*)(x_rows[i] + at));
+                    }
+                    b[0] = low(pairs.x), b[1] = high(pairs.x);
+                    b[2] = low(pairs.y), b[3] = high(pairs.y);
+                } else {
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        b[c] = at + c < s.k ? widen(x_rows[i][at + c]) : 0.0f;
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < R; ++j) {
+                    sums[i][j] = __fmaf_rn(a[j].x, b[0], sums[i][j]);
+                    sums[i][j] = __fmaf_rn(a[j].y, b[1], sums[i][j]);
+                    sums[i][j] = __fmaf_rn(a[j].z, b[2], sums[i][j]);
+                    sums[i][j] = __fmaf_rn(a[j].w, b[3], sums[i][j]);
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < R; ++i) {
-#pragma unroll
-            for (int j = 0; j < R; ++j) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    sums[i][j] = __fmaf_rn(a[j][c], b[i][c], sums[i][j]);
-                }
+        for (int i = 0; i < R * R; ++i) {
+            float sum = warp_sum(sums[i / R][i % R]);
+            if (lane == 0) {
+                partial[chunk][i] = sum;
             }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < R * R; ++i) {
-        float sum = warp_sum(sums[i / R][i % R]);
-        if (lane == 0) {
-            partial[warp][i] = sum;
         }
     }
     __syncthreads();
@@ -505,10 +546,10 @@ __device__ void plain(const bf16* x, const Weight& w, const Shape& s, void* out)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * CHUNKS) linear_f32_1(PARAMS) {
+extern "C" __global__ void __launch_bounds__(32 * F32_CHUNKS) linear_f32_1(PARAMS) {
     plain<1>(x, WEIGHT, SHAPE, out);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * CHUNKS) linear_f32_4(PARAMS) {
+extern "C" __global__ void __launch_bounds__(256) linear_f32_4(PARAMS) {
     plain<4>(x, WEIGHT, SHAPE, out);
 }

@@ -3,6 +3,7 @@
 //! [`ops::Device`] lists every operation of the model with its contract; [`cpu::Cpu`] is the
 //! reference. A model is written once over that trait.
 
+pub mod choice;
 pub mod cpu;
 pub mod cuda;
 pub mod error;
@@ -10,6 +11,7 @@ pub mod formats;
 pub mod ops;
 pub mod tensor;
 
+pub use choice::{DeviceChoice, UnknownDevice};
 pub use cpu::Cpu;
 pub use cuda::Cuda;
 pub use error::DeviceError;

@@ -2,10 +2,11 @@
 
 use crate::args::Eval;
 use crate::failure::Outcome;
-use crate::open;
+use crate::open::{self, AnyLoaded, Loaded};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::{GreedyDrafts, Session};
+use deepinfer_device::Device;
 
 /// Figures of drafting.
 pub struct Drafts {
@@ -21,7 +22,18 @@ pub struct Drafts {
 pub fn measure(args: &Eval, texts: &[(Vec<u32>, Vec<u32>)]) -> Outcome<Option<Drafts>> {
     let longest = texts.iter().map(|(prompt, made)| prompt.len() + made.len()).max();
     let Some(longest) = longest else { return Ok(None) };
-    let loaded = open::model(&args.model, args.run.threads)?;
+    match open::any_model(&args.model, args.run.device, args.run.threads)? {
+        AnyLoaded::Cpu(loaded) => replay(args, &loaded, texts, longest),
+        AnyLoaded::Cuda(loaded) => replay(args, &loaded, texts, longest),
+    }
+}
+
+fn replay<D: Device>(
+    args: &Eval,
+    loaded: &Loaded<D>,
+    texts: &[(Vec<u32>, Vec<u32>)],
+    longest: usize,
+) -> Outcome<Option<Drafts>> {
     let Some(draft) = &loaded.model.draft else { return Ok(None) };
     let block = draft.block;
     let (device, model) = (loaded.device.clone(), loaded.model.clone());

@@ -25,6 +25,13 @@ pub struct CudaDevice {
     pub multiprocessors: usize,
 }
 
+impl CudaDevice {
+    /// Whether the kernels run on it.
+    pub fn is_supported(&self) -> bool {
+        self.capability >= OLDEST
+    }
+}
+
 /// A result of the driver, as an error that names what was tried.
 pub(super) fn check(operation: &'static str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
@@ -118,7 +125,7 @@ impl Context {
             return Err(DeviceError::NoDevice { ordinal, count });
         }
         let (device, info) = describe(ordinal)?;
-        if info.capability < OLDEST {
+        if !info.is_supported() {
             let (major, minor) = info.capability;
             return Err(DeviceError::TooOld { name: info.name, major, minor });
         }

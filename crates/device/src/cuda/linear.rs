@@ -11,20 +11,23 @@ use half::bf16;
 
 /// Most chunks of a row; the kernels hold as many partial sums.
 const CHUNKS: usize = 8;
+/// The same for f32 weights.
+const F32_CHUNKS: usize = 32;
 /// Least values in a chunk.
 const LEAST_CHUNK: usize = 256;
-/// Rows of x up to which a block holds them all, with weights straight in registers.
-const FEW_ROWS: usize = 32;
-/// Weight rows and rows of x of a block for many rows.
-const TILE: (usize, usize) = (128, 64);
+/// Rows of x up to which a block holds them all, and each warp a chunk.
+const FEW_ROWS: usize = 16;
+/// Weight rows, and threads, of a block for many rows.
+const TILE_N: usize = 128;
 /// Blocks for many rows below which chunks get blocks of their own.
 const FEW_BLOCKS: usize = 256;
 /// Most values of chunk sums at a time.
 const MOST_SUMS: usize = 64 << 20;
 
-/// Values in a chunk, a function of the row's length alone, and chunks.
-fn chunks(k: usize) -> (usize, usize) {
-    let chunk = k.div_ceil(CHUNKS).next_multiple_of(SLAB).max(LEAST_CHUNK);
+/// Values in a chunk, a function of format and length of the row alone, and chunks.
+fn chunks(format: Format, k: usize) -> (usize, usize) {
+    let most = if format == Format::F32 { F32_CHUNKS } else { CHUNKS };
+    let chunk = k.div_ceil(most).next_multiple_of(SLAB).max(LEAST_CHUNK);
     (chunk, k.div_ceil(chunk).max(1))
 }
 
@@ -121,46 +124,41 @@ impl Product<'_> {
         scratch: &mut ScratchGuard<'_>,
     ) -> Result<()> {
         let n = self.w.rows / self.groups;
-        let (_, chunks) = chunks(self.w.cols);
+        let (_, chunks) = chunks(self.w.format, self.w.cols);
         let name = match self.w.format {
             Format::F32 => {
-                // One row of x gets as many blocks as there are weight rows.
-                let r = if rows == 1 { 1 } else { 4 };
+                // Few rows of x get more blocks, with more warps.
+                let (r, warps) = if rows <= FEW_ROWS { (1, F32_CHUNKS) } else { (4, 8) };
                 let blocks = [self.groups * n.div_ceil(r), rows.div_ceil(r), 1];
-                return self.launch(
-                    cuda,
-                    &format!("linear_f32_{r}"),
-                    blocks,
-                    chunks * 32,
-                    x,
-                    rows,
-                    out,
-                );
+                let threads = chunks.min(warps) * 32;
+                let kernel = format!("linear_f32_{r}");
+                return self.launch(cuda, &kernel, blocks, threads, x, rows, out);
             }
             Format::Bf16 => "bf16",
             Format::Fp8Block32 | Format::Fp8Row32 => "fp8",
             Format::Fp4Row32 => "fp4",
         };
-        if rows <= FEW_ROWS || !self.w.cols.is_multiple_of(8) {
-            let eights = if rows <= 8 {
-                1
-            } else if rows <= 16 {
-                2
-            } else {
-                4
+        // Rows of x that do not start at multiples of 16 bytes are read value by value.
+        let odd = !self.w.cols.is_multiple_of(8);
+        if rows <= FEW_ROWS || odd {
+            let (kernel, high) = match rows {
+                _ if odd => ("odd", 8),
+                0..=8 => ("1", 8),
+                _ => ("2", 16),
             };
-            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(8 * eights), 1];
-            let kernel = format!("linear_few_{name}_{eights}");
+            let kernel = format!("linear_few_{name}_{kernel}");
+            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(high), 1];
             return self.launch(cuda, &kernel, blocks, chunks * 32, x, rows, out);
         }
-        let kernel = format!("linear_tile_{name}");
-        let (tiles, high) = (self.groups * n.div_ceil(TILE.0), rows.div_ceil(TILE.1));
+        let high = if rows <= 32 { 32 } else { 64 };
+        let kernel = format!("linear_tile_{name}_{high}");
+        let (tiles, high) = (self.groups * n.div_ceil(TILE_N), rows.div_ceil(high));
         let sums = rows * self.w.rows;
         if chunks == 1 || tiles * high >= FEW_BLOCKS || chunks * sums > MOST_SUMS {
-            return self.launch(cuda, &kernel, [high, tiles, 1], 256, x, rows, out);
+            return self.launch(cuda, &kernel, [high, tiles, 1], TILE_N, x, rows, out);
         }
         let partial = scratch.take::<f32>(chunks * sums)?;
-        self.launch(cuda, &kernel, [high, tiles, chunks], 256, x, rows, partial)?;
+        self.launch(cuda, &kernel, [high, tiles, chunks], TILE_N, x, rows, partial)?;
         let args =
             args![partial, u32_of(chunks), sums as u64, self.factor, u32::from(self.to_f32), out,];
         cuda.launch(self.operation, "linear_sum", [sums.div_ceil(256), 1, 1], 256, 0, args)
@@ -177,7 +175,7 @@ impl Product<'_> {
         out: Ptr,
     ) -> Result<()> {
         let w = self.w;
-        let (chunk, chunks) = chunks(w.cols);
+        let (chunk, chunks) = chunks(w.format, w.cols);
         let shift = if w.format == Format::Fp8Block32 { 5u32 } else { 0 };
         let args = args![
             x,
@@ -207,10 +205,12 @@ mod tests {
 
     #[test]
     fn chunks_cover_a_row_and_are_few() {
-        for k in (1..5000).chain([5120, 8192, 15360, 20480, 129_280]) {
-            let (chunk, count) = chunks(k);
-            assert!(chunk.is_multiple_of(SLAB) && count <= CHUNKS, "{k}");
-            assert!(chunk * count >= k && chunk * (count - 1) < k, "{k}");
+        for (format, most) in [(Format::Bf16, CHUNKS), (Format::F32, F32_CHUNKS)] {
+            for k in (1..5000).chain([5120, 8192, 15360, 20480, 129_280]) {
+                let (chunk, count) = chunks(format, k);
+                assert!(chunk.is_multiple_of(SLAB) && count <= most, "{k}");
+                assert!(chunk * count >= k && chunk * (count - 1) < k, "{k}");
+            }
         }
     }
 }

@@ -11,6 +11,8 @@ use crate::tensor::{Format, StoredMatrix};
 /// Rows are padded with zeros to a multiple of this many values, so that kernels read whole slabs
 /// at aligned addresses.
 pub(super) const SLAB: usize = 64;
+/// Columns that share a scale.
+const GROUP: usize = 32;
 /// Tables from this size on stay in host memory, where the device reads single rows.
 const HOST_TABLE: usize = 1 << 30;
 
@@ -146,7 +148,9 @@ impl Cuda {
             }
         }
         let values = Memory::zeroed(&self.context, "a weight", bytes)?;
-        let scales = Memory::zeroed(&self.context, "a weight's scales", scale_rows * groups)?;
+        // A slab of a row's padding may read one scale beyond the last, and must find a number.
+        let scale_bytes = scale_rows * groups + SLAB / GROUP;
+        let scales = Memory::zeroed(&self.context, "a weight's scales", scale_bytes)?;
         let (data, scale) = (values.ptr(), scales.ptr());
         let mut staging = lock(&self.staging);
         let context = &self.context;

@@ -44,8 +44,12 @@ pub(super) fn collapse(
     let streams = streams.head(count * shape.streams);
     let pre = pre.head(rows * shape.streams);
     let args = args![streams, pre, s, h, count as u64, out.head(count)];
-    let blocks = [count.div_ceil(THREADS), 1, 1];
-    cuda.launch("streams_collapse", "streams_collapse", blocks, THREADS, 0, args)
+    let (kernel, at_once) = match shape.hidden.is_multiple_of(8) {
+        true => ("streams_collapse_8", 8),
+        false => ("streams_collapse_1", 1),
+    };
+    let blocks = [count.div_ceil(THREADS * at_once), 1, 1];
+    cuda.launch("streams_collapse", kernel, blocks, THREADS, 0, args)
 }
 
 pub(super) fn mix(
@@ -101,8 +105,12 @@ pub(super) fn update(
         h,
         count as u64,
     ];
-    let blocks = [count.div_ceil(THREADS), 1, 1];
-    cuda.launch("streams_update", "streams_update", blocks, THREADS, 0, args)
+    let (kernel, at_once) = match shape.hidden.is_multiple_of(8) && shape.streams <= 4 {
+        true => ("streams_update_8", 8),
+        false => ("streams_update_1", 1),
+    };
+    let blocks = [count.div_ceil(THREADS * at_once), 1, 1];
+    cuda.launch("streams_update", kernel, blocks, THREADS, 0, args)
 }
 
 pub(super) fn mean(

@@ -1,6 +1,7 @@
 //! Settings of an engine.
 
 use super::EngineError;
+use deepinfer_device::DeviceChoice;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -139,6 +140,8 @@ pub struct EngineConfig {
     pub draft: DraftMode,
     /// Plan a step while the device runs the one before.
     pub overlap: bool,
+    /// What the model runs on.
+    pub device: DeviceChoice,
     /// Threads of a CPU device; `None`: all.
     pub threads: Option<usize>,
     /// Most requests that wait.
@@ -167,6 +170,7 @@ impl Default for EngineConfig {
             swap_bytes: 1 << 30,
             draft: DraftMode::default(),
             overlap: true,
+            device: DeviceChoice::Cpu,
             threads: None,
             max_queued_requests: 4096,
             max_queued_tokens: 16 << 20,

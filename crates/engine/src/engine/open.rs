@@ -9,25 +9,46 @@ use crate::plan_memory::MemoryPlan;
 use crate::schedule::Shape;
 use crate::tokenizer::Tokenizer;
 use crate::worker::ModelWorker;
-use deepinfer_device::Device;
-use deepinfer_device::cpu::Cpu;
+use deepinfer_device::{Cpu, Cuda, Device, DeviceChoice};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl Engine {
-    /// Opens a checkpoint on the CPU. `progress` is told how many of how many parts are loaded.
+    /// Opens a checkpoint on the device of `config`. `progress` is told how many of how many parts are loaded.
     pub fn open(
         source: Source,
         config: &EngineConfig,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, EngineError> {
-        let mut checkpoint = Checkpoint::open(source)?;
-        MemoryPlan::new(&checkpoint, config)?.check_host()?;
+        let checkpoint = Checkpoint::open(source)?;
+        match config.device.resolve() {
+            DeviceChoice::Cuda(ordinal) => {
+                let device = Cuda::open(ordinal)?;
+                let info = device.info();
+                let name = format!("cuda {} {:?}", info.name, info.capability);
+                Self::open_on(device, &name, checkpoint, config, progress)
+            }
+            DeviceChoice::Cpu | DeviceChoice::Auto => {
+                MemoryPlan::new(&checkpoint, config)?.check_host()?;
+                let device = Cpu::new(config.threads)?;
+                let name = format!("cpu {:?}", device.isa());
+                Self::open_on(device, &name, checkpoint, config, progress)
+            }
+        }
+    }
+
+    fn open_on<D: Device>(
+        device: D,
+        name: &str,
+        mut checkpoint: Checkpoint,
+        config: &EngineConfig,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self, EngineError> {
+        let device = Arc::new(device);
         let tokenizer = Arc::new(Tokenizer::from_bytes(checkpoint.tokenizer_json()?)?);
-        let device = Arc::new(Cpu::new(config.threads)?);
         let mut identity = identity(&checkpoint, &tokenizer)?;
-        identity.extend(format!("cpu {:?}", device.isa()).bytes());
+        identity.extend(name.bytes());
         let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
         let model = Model::load(&*device, &mut checkpoint, engram, progress)?;
         Self::new(device, Arc::new(model), Some(tokenizer), &identity, config)
