@@ -132,6 +132,18 @@ pub struct SamplingArgs {
     pub ignore_eos: bool,
 }
 
+/// How tokens are drafted.
+#[derive(Clone, Debug, Args)]
+pub struct DraftArgs {
+    /// Tokens drafted ahead: off, a number, or auto (as far as it pays off); changes speed only
+    #[arg(long, value_name = "N", default_value = "auto")]
+    pub draft: String,
+    /// How drafts are accepted: shared (the same tokens as without drafts) or rejection (the same
+    /// distribution)
+    #[arg(long, value_name = "SCHEME", default_value = "shared")]
+    pub draft_scheme: String,
+}
+
 /// Settings of the engine.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Engine")]
@@ -154,9 +166,8 @@ pub struct EngineArgs {
     /// How prompts go through the decoder layers: off, exact, compact, mask
     #[arg(long, value_name = "MODE")]
     pub prefill: Option<String>,
-    /// Tokens drafted ahead: off, a number, auto
-    #[arg(long, value_name = "N")]
-    pub draft: Option<String>,
+    #[command(flatten)]
+    pub draft: DraftArgs,
     /// Plan the next step while one runs: on, off
     #[arg(long, value_enum, value_name = "on|off")]
     pub overlap: Option<Switch>,
@@ -201,9 +212,8 @@ pub struct Generate {
     /// Most tokens of thinking before it is ended, with --chat and --effort
     #[arg(long, value_name = "N", requires = "chat")]
     pub thinking_budget: Option<usize>,
-    /// Tokens drafted ahead: off, a number, auto; the same tokens come out
-    #[arg(long, value_name = "N", default_value = "auto")]
-    pub draft: String,
+    #[command(flatten)]
+    pub draft: DraftArgs,
     #[command(flatten)]
     pub run: RunArgs,
     /// Print one JSON object at the end instead of the text; with --n, a list of them
@@ -244,9 +254,8 @@ pub struct Chat {
     pub effort: String,
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Tokens drafted ahead: off, a number, auto; the same tokens come out
-    #[arg(long, value_name = "N", default_value = "auto")]
-    pub draft: String,
+    #[command(flatten)]
+    pub draft: DraftArgs,
     #[command(flatten)]
     pub run: RunArgs,
 }

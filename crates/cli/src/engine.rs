@@ -1,11 +1,12 @@
 //! The engine as commands use it.
 
-use crate::args::{EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
+use crate::args::{DraftArgs, EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
 use crate::failure::{Failure, Outcome};
 use crate::open;
 use anyhow::Context;
 use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
 use deepinfer::request::SamplingParams;
+use deepinfer::settings::Settings;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
@@ -42,7 +43,7 @@ pub fn setting<T: FromStr<Err = EngineError>>(text: &str) -> Outcome<T> {
 }
 
 /// Settings for one sequence at a time, of at most `tokens` tokens.
-pub fn single(run: &RunArgs, draft: &str, tokens: usize) -> Outcome<EngineConfig> {
+pub fn single(run: &RunArgs, draft: &DraftArgs, tokens: usize) -> Outcome<EngineConfig> {
     Ok(EngineConfig {
         max_batch_tokens: 256,
         prefill_chunk: 256,
@@ -51,7 +52,9 @@ pub fn single(run: &RunArgs, draft: &str, tokens: usize) -> Outcome<EngineConfig
         device_snapshots: 0,
         swap_bytes: 0,
         prefix_cache: PrefixCache::Off,
-        draft: setting(draft)?,
+        draft: setting(&draft.draft)?,
+        draft_scheme: setting(&draft.draft_scheme)?,
+        costs_dir: Settings::get().cache_dir.clone(),
         cache_format: run.kv.into(),
         device: run.device,
         threads: run.threads.map(NonZeroUsize::get),
@@ -71,7 +74,9 @@ pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
         kv_tokens: number(args.kv_tokens, d.kv_tokens),
         prefix_cache: args.prefix_cache.as_deref().map_or(Ok(d.prefix_cache), setting)?,
         prefill: args.prefill.as_deref().map_or(Ok(d.prefill), setting)?,
-        draft: args.draft.as_deref().map_or(Ok(d.draft), setting)?,
+        draft: setting(&args.draft.draft)?,
+        draft_scheme: setting(&args.draft.draft_scheme)?,
+        costs_dir: Settings::get().cache_dir.clone(),
         overlap: args.overlap.map_or(d.overlap, |s| s == Switch::On),
         cache_format: run.kv.into(),
         device: run.device,

@@ -7,6 +7,7 @@ use crate::{engine, form, open, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::engine::Engine;
+use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, Event, Request, RequestHandle};
 use std::io::{IsTerminal, Read, Write};
 use std::time::{Duration, Instant};
@@ -103,10 +104,12 @@ pub fn run(args: &Generate) -> Outcome {
             "prompt_tokens": prompt_tokens,
             "output_tokens": usage.output_tokens,
             "drafted": usage.drafted,
+            "verified": usage.verified,
             "accepted": usage.accepted,
         });
         // Several continuations run side by side: none has a time of its own.
         if handles.len() == 1 {
+            found["drafts_by_position"] = drafts_by_position(engine.metrics()).into();
             let tokens = usage.output_tokens.saturating_sub(1) as f64;
             found["load_seconds"] = loaded.as_secs_f64().into();
             found["prompt_seconds"] = first.as_secs_f64().into();
@@ -120,6 +123,15 @@ pub fn run(args: &Generate) -> Outcome {
         [one] => Ok(text::json(one)?),
         all => Ok(text::json(&all)?),
     }
+}
+
+/// Drafted, verified and accepted tokens at each position of a block.
+fn drafts_by_position(metrics: &Metrics) -> Vec<serde_json::Value> {
+    let counters = metrics.drafted.iter().zip(&metrics.verified).zip(&metrics.accepted);
+    let counts = counters.map(|((d, v), a)| (d.get(), v.get(), a.get()));
+    let used = counts.take_while(|&(drafted, ..)| drafted > 0);
+    let each = |(drafted, verified, accepted)| serde_json::json!({"drafted": drafted, "verified": verified, "accepted": accepted});
+    used.map(each).collect()
 }
 
 fn input(args: &Generate) -> Outcome<Input> {

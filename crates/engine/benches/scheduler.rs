@@ -50,6 +50,7 @@ fn shape(drafts: usize) -> Shape {
         max_tokens: 8000,
         drafts,
         adapt_drafts: false,
+        costs: Default::default(),
         prefix_cache: true,
         device_snapshots: 64,
         identity: Vec::new(),

@@ -8,7 +8,7 @@ mod error;
 mod generate;
 mod open;
 
-pub use config::{DraftMode, EngineConfig, PrefillMode, PrefixCache};
+pub use config::{DraftMode, DraftScheme, EngineConfig, PrefillMode, PrefixCache};
 pub use error::EngineError;
 pub use generate::Progress;
 pub use open::identity;

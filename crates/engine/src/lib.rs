@@ -4,6 +4,7 @@ pub mod cache;
 pub mod chat;
 pub mod checkpoint;
 pub mod config;
+pub mod drafting;
 pub mod engine;
 pub mod engram;
 pub mod fuzz;

@@ -79,9 +79,11 @@ pub struct Metrics {
     pub decoder_rows: Counter,
     /// Tokens produced.
     pub output_tokens: Counter,
-    /// Drafts verified, by position in the draft.
+    /// Tokens drafted, by position in the block.
     pub drafted: [Counter; DRAFT_POSITIONS],
-    /// Drafts accepted, by position in the draft.
+    /// Drafts verified, by position in the block.
+    pub verified: [Counter; DRAFT_POSITIONS],
+    /// Drafts accepted, by position in the block.
     pub accepted: [Counter; DRAFT_POSITIONS],
     /// Places taken away with the state saved on the host.
     pub swapped: Counter,
@@ -116,8 +118,9 @@ impl Metrics {
         if swapped { &self.swapped } else { &self.recomputed }.add(1);
     }
 
-    pub(crate) fn drafts(&self, verified: usize, accepted: usize) {
-        self.drafted.iter().take(verified).for_each(|c| c.add(1));
+    pub(crate) fn drafts(&self, drafted: usize, verified: usize, accepted: usize) {
+        self.drafted.iter().take(drafted).for_each(|c| c.add(1));
+        self.verified.iter().take(verified).for_each(|c| c.add(1));
         self.accepted.iter().take(accepted).for_each(|c| c.add(1));
     }
 

@@ -5,6 +5,7 @@
 
 mod form;
 mod logprobs;
+pub mod rejection;
 mod rules;
 
 pub use form::{FormMasks, RowMasks, SlotForm, beside};
@@ -72,6 +73,16 @@ impl Rows {
             }
         }
         self.mask_rows.push(row);
+    }
+
+    /// Draws draft `index` of a block in every row, by noise of its own: see [`rejection`].
+    pub fn draw_drafts(&mut self, index: usize) {
+        self.samples.iter_mut().for_each(|row| *row = rejection::draft_row(*row, index));
+    }
+
+    /// How each row is drawn.
+    pub fn samples(&self) -> &[SampleRow] {
+        &self.samples
     }
 
     /// Processes `logits` `[rows, vocab]` in place and leaves the chosen tokens in `tokens`.

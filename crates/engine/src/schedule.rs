@@ -3,7 +3,6 @@
 
 mod admit;
 mod commit;
-mod drafting;
 mod fork;
 mod plan;
 mod policy;
@@ -16,11 +15,11 @@ pub use shape::{Shape, geometry};
 use crate::cache::pages::Pools;
 use crate::cache::prefix::PrefixIndex;
 use crate::cache::tiers::Tiers;
+use crate::drafting::Policy;
 use crate::metrics::Metrics;
 use crate::request::{FinishReason, RequestError, RequestId};
 use crate::sequence::{Arrival, Sequence};
 use crate::work::{Op, SequenceWork};
-use drafting::DraftLength;
 use policy::TimeShares;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -49,7 +48,7 @@ pub struct Scheduler {
     swapped_bytes: usize,
     waiting_tokens: usize,
     shares: TimeShares,
-    drafting: DraftLength,
+    drafting: Policy,
     metrics: Arc<Metrics>,
 }
 
@@ -58,12 +57,10 @@ struct InFlight {
     sequences: Vec<SequenceWork>,
     prefill_rows: usize,
     decode_rows: usize,
-    /// Rows that go on through the decoder layers.
+    /// Prompt rows that go on through the decoder layers.
     decoder_rows: usize,
     /// See [`TimeShares::planned`].
     charge: f64,
-    /// Draft length that the step was planned with.
-    drafts: usize,
 }
 
 impl Scheduler {
@@ -89,7 +86,10 @@ impl Scheduler {
             swapped_bytes: 0,
             waiting_tokens: 0,
             shares: TimeShares::default(),
-            drafting: DraftLength::new(shape.drafts, shape.adapt_drafts),
+            drafting: match shape.adapt_drafts {
+                true => Policy::auto(shape.drafts, shape.costs.clone()),
+                false => Policy::fixed(shape.drafts),
+            },
             metrics,
             shape,
         }

@@ -44,6 +44,8 @@ pub struct Sequence {
     pub usage: Usage,
     /// Whether it has been admitted before.
     pub started: bool,
+    /// Confidences of the drafts of the last two rounds, the older ones first; `None` before them.
+    pub confidences: [Option<Vec<f32>>; 2],
     /// Log-probabilities of the prompt.
     pub prompt_logprobs: Vec<TokenLogprobs>,
     prompt_read: bool,
@@ -178,6 +180,7 @@ impl Sequence {
             arrival: arrival.time,
             usage: Usage { prompt_tokens: prompt_len, seed, ..Usage::default() },
             started: false,
+            confidences: [None, None],
             prompt_logprobs: Vec::new(),
             prompt_read: false,
             fresh: Vec::new(),

@@ -18,6 +18,18 @@ pub struct Work {
     pub plan: StepPlan,
     /// One for each sequence of the plan.
     pub sequences: Vec<SequenceWork>,
+    /// How many drafts are verified in all; `None`: as many as the sequences' own limits allow.
+    pub verify: Option<Verify>,
+}
+
+/// How many drafts a step verifies in all: those of the highest chances
+/// ([`drafting::share`](crate::drafting::share)).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Verify {
+    /// At most so many.
+    pub count: usize,
+    /// What confidences are multiplied by, by position.
+    pub correction: Vec<f32>,
 }
 
 /// Something to do about slots and pages.
@@ -144,6 +156,8 @@ pub struct SequenceDone {
     pub tokens: Vec<Token>,
     /// Drafts that were verified.
     pub verified: u32,
+    /// Confidences of the tokens drafted for the next step; empty if none were.
+    pub confidences: Vec<f32>,
     /// Log-probabilities of the tokens after the given rows, as far as they are prompt.
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// The form of its output cannot be enforced any further.

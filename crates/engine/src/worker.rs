@@ -1,13 +1,18 @@
 //! Runs steps on a device: caches, model, sampling, drafting. Decides nothing.
 
+mod measure;
+
 use crate::cache::Caches;
+use crate::drafting::{KnownDrafts, rates, share};
+use crate::engine::{DraftScheme, EngineConfig};
 use crate::model::draft::{DraftChoice, DraftScratch};
 use crate::model::{Batch, Limits, Model, NoProbe, Scratch};
 use crate::plan::DraftSequence;
 use crate::request::Token;
-use crate::sampler::{FormMasks, RowMasks, Rows, SlotText, beside, logprobs};
+use crate::sampler::{FormMasks, RowMasks, Rows, SlotText, beside, logprobs, rejection};
 use crate::schedule::Shape;
 use crate::work::{Done, Op, SequenceDone, SequenceWork, Work, Worker};
+use deepinfer_device::cpu::sample::processed_logprobs;
 use deepinfer_device::ops::{ABSENT, Result};
 use deepinfer_device::{Device, DeviceError};
 use std::sync::Arc;
@@ -26,6 +31,12 @@ pub struct ModelWorker<D: Device> {
     slots: Vec<Option<Slot>>,
     ends: Vec<u32>,
     context: usize,
+    /// Most rows of a step.
+    rows: usize,
+    scheme: DraftScheme,
+    /// Divide the logits of confidences, by position; the last one goes on.
+    temperatures: Vec<f32>,
+    known: Option<Arc<KnownDrafts>>,
 }
 
 /// What a worker knows of the sequence in a slot.
@@ -33,6 +44,10 @@ struct Slot {
     text: SlotText,
     /// Tokens drafted after the newest one.
     drafts: Vec<u32>,
+    /// How likely each is to be accepted, given that the ones before are.
+    confidences: Vec<f32>,
+    /// What each was drawn from, in the rejection scheme.
+    logprobs: Vec<Vec<f32>>,
 }
 
 /// The largest step that an engine of this shape plans.
@@ -75,8 +90,20 @@ impl<D: Device> ModelWorker<D> {
             slots: (0..slots).map(|_| None).collect(),
             ends: shape.ends.clone(),
             context: shape.context,
+            rows: shape.rows,
+            scheme: DraftScheme::default(),
+            temperatures: Vec::new(),
+            known: None,
             model,
         })
+    }
+
+    /// Drafts as the settings say.
+    pub fn with_drafting(mut self, config: &EngineConfig) -> Self {
+        self.scheme = config.draft_scheme;
+        self.temperatures.clone_from(&config.confidence_temperatures);
+        self.known.clone_from(&config.known_drafts);
+        self
     }
 
     /// Bytes of a slot and of a page.
@@ -96,7 +123,7 @@ impl<D: Device> ModelWorker<D> {
                 let (vocab, image) =
                     (self.model.config.text_config.vocab_size, self.model.config.image_token_id);
                 let text = SlotText::new(*opening, vocab, &self.ends, image);
-                self.slots[slot] = Some(Slot { text, drafts: Vec::new() });
+                self.slots[slot] = Some(Slot::new(text));
             }
             Op::Close { slot } => self.slots[slot as usize] = None,
             Op::CopySlot { from, to } => caches.copy_slot(device, from, to)?,
@@ -113,18 +140,41 @@ impl<D: Device> ModelWorker<D> {
 
     /// Fills in the rows of sequences whose newest tokens only this worker knows.
     fn fill(&self, work: &mut Work) -> Result<()> {
-        for (plan, sequence) in work.plan.sequences.iter_mut().zip(&work.sequences) {
-            let Some(verify) = sequence.follow else { continue };
+        let counts = self.verified(work)?;
+        let sequences = work.plan.sequences.iter_mut().zip(&work.sequences);
+        for ((plan, sequence), count) in sequences.zip(counts) {
+            if sequence.follow.is_none() {
+                continue;
+            }
             let slot = self.slot(plan.slot)?;
             let tokens = slot.text.tokens();
             let start = tokens.len() - 1;
-            let drafts = &slot.drafts[..slot.drafts.len().min(verify as usize)];
+            let drafts = &slot.drafts[..count];
             plan.start = start as u32;
             plan.tokens = std::iter::once(tokens[start]).chain(drafts.iter().copied()).collect();
             plan.context = tokens[start.saturating_sub(self.context)..start].to_vec();
             plan.outputs = (0..plan.tokens.len() as u32).collect();
         }
         Ok(())
+    }
+
+    /// How many drafts each sequence of the step verifies.
+    fn verified(&self, work: &Work) -> Result<Vec<usize>> {
+        let mut most = Vec::with_capacity(work.sequences.len());
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            most.push(match sequence.follow {
+                Some(verify) => self.slot(plan.slot)?.drafts.len().min(verify as usize),
+                None => 0,
+            });
+        }
+        let Some(verify) = &work.verify else { return Ok(most) };
+        let mut chances = Vec::with_capacity(most.len());
+        for (plan, &most) in work.plan.sequences.iter().zip(&most) {
+            let slot = self.slot(plan.slot)?;
+            let told = &slot.confidences[..most.min(slot.confidences.len())];
+            chances.push(rates(told, &verify.correction));
+        }
+        Ok(share(&chances, verify.count))
     }
 
     fn slot(&self, slot: u32) -> Result<&Slot> {
@@ -168,6 +218,9 @@ impl<D: Device> ModelWorker<D> {
         rows.choose(&*self.device, vocab, &mut self.scratch.logits, &mut self.chosen)?;
         let mut chosen = vec![0u32; rows.len()];
         self.device.download(&self.chosen, 0, &mut chosen)?;
+        if self.scheme == DraftScheme::Rejection {
+            self.reject(work, &rows, &mut chosen)?;
+        }
 
         let mut row = 0;
         let mut done = Vec::with_capacity(work.sequences.len());
@@ -180,6 +233,36 @@ impl<D: Device> ModelWorker<D> {
             done.push(slot.take(plan, sequence, &chosen[mine], logits));
         }
         Ok(done)
+    }
+
+    /// Replaces the tokens chosen after drafts by those of the rejection scheme.
+    fn reject(&self, work: &Work, rows: &Rows, chosen: &mut [u32]) -> Result<()> {
+        let vocab = self.vocab();
+        let mut first = 0;
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let row = first;
+            first += plan.outputs.len();
+            let slot = self.slot(plan.slot)?;
+            // The most probable token needs no chance.
+            if sequence.follow.is_none() || slot.text.params().temperature <= 0.0 {
+                continue;
+            }
+            for (i, (&draft, q)) in plan.tokens[1..].iter().zip(&slot.logprobs).enumerate() {
+                let at = row + i;
+                if chosen[at] == ABSENT {
+                    break;
+                }
+                let mut logits = vec![0.0; vocab];
+                self.device.download(&self.scratch.logits, at * vocab, &mut logits)?;
+                let sample = &rows.samples()[at];
+                let p = processed_logprobs(&logits, sample);
+                chosen[at] = rejection::verify(&p, q, draft, sample);
+                if chosen[at] != draft {
+                    break;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Logits of rows whose log-probabilities are wanted, before they are processed.
@@ -202,19 +285,20 @@ impl<D: Device> ModelWorker<D> {
         Ok(out)
     }
 
-    /// Proposes tokens for the sequences that want some.
-    fn draft(&mut self, work: &Work) -> Result<()> {
+    /// Proposes tokens for the sequences that want some, and reports their confidences.
+    fn draft(&mut self, work: &Work, done: &mut [SequenceDone]) -> Result<()> {
         let Some(scratch) = &mut self.drafts else { return Ok(()) };
         let mut sequences = Vec::new();
         let mut block = 0;
         for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
             let Some(slot) = &mut self.slots[plan.slot as usize] else { continue };
-            slot.drafts.clear();
+            slot.forget_drafts();
             let tokens = slot.text.tokens();
             let position = tokens.len() as u32 - 1;
             let token = tokens[tokens.len() - 1];
             // As the model was released: nothing is drafted after a single token.
-            if !sequence.sample || sequence.draft == 0 || position < 2 || token == ABSENT {
+            let more = position >= 2 && token != ABSENT && !slot.text.ended();
+            if !sequence.sample || sequence.draft == 0 || !more {
                 continue;
             }
             block = block.max(sequence.draft as usize);
@@ -229,8 +313,10 @@ impl<D: Device> ModelWorker<D> {
             .filter_map(|s| self.slots[s.slot as usize].as_ref().map(|slot| &slot.text))
             .collect();
         let vocab = self.model.config.text_config.vocab_size;
-        let mut choice = DraftRows { texts, vocab, chosen: Vec::new() };
-        let (tokens, _confidences) = self.model.draft_block(
+        let rejects = self.scheme == DraftScheme::Rejection;
+        let mut choice =
+            DraftRows { texts, vocab, chosen: Vec::new(), logprobs: rejects.then(Vec::new) };
+        let (tokens, confidences) = self.model.draft_block(
             &self.device,
             &sequences,
             block,
@@ -240,22 +326,52 @@ impl<D: Device> ModelWorker<D> {
             scratch,
             &mut choice,
         )?;
-        for (sequence, drafted) in sequences.iter().zip(tokens) {
-            if let Some(slot) = &mut self.slots[sequence.slot as usize] {
-                // Where nothing is allowed, verification will say so.
-                slot.drafts = drafted.into_iter().take_while(|&token| token != ABSENT).collect();
-                // What the grammar refuses is not worth a row.
-                if let Some(form) = slot.text.form() {
-                    let allowed = form.allowed(&slot.drafts);
-                    slot.drafts.truncate(allowed);
-                }
+        let logprobs = choice.logprobs.unwrap_or_default();
+        let logprobs = logprobs.into_iter().map(Some).chain(std::iter::repeat(None));
+        let drafted = tokens.into_iter().zip(confidences).zip(logprobs);
+        for (sequence, ((tokens, confidences), logprobs)) in sequences.iter().zip(drafted) {
+            let Some(slot) = &mut self.slots[sequence.slot as usize] else { continue };
+            let told = confidences.into_iter().enumerate();
+            slot.confidences = told.map(|(i, x)| confidence(x, &self.temperatures, i)).collect();
+            (slot.drafts, slot.logprobs) = (tokens, logprobs.unwrap_or_default());
+            if let Some(known) = &self.known {
+                (slot.drafts, slot.confidences) =
+                    known.propose(slot.text.tokens(), slot.text.prompt_len(), block);
+            }
+            // What the grammar refuses is not worth a row; in the rejection scheme, whether a draft is
+            // verified must not depend on it.
+            if !rejects && let Some(form) = slot.text.form() {
+                let allowed = form.allowed(&slot.drafts);
+                slot.drafts.truncate(allowed);
+                slot.confidences.truncate(allowed);
+            }
+        }
+        for (plan, done) in work.plan.sequences.iter().zip(done) {
+            if let Some(slot) = &self.slots[plan.slot as usize] {
+                done.confidences.clone_from(&slot.confidences);
             }
         }
         Ok(())
     }
 }
 
+/// The chance that a confidence head's output stands for.
+fn confidence(logit: f32, temperatures: &[f32], index: usize) -> f32 {
+    let temperature = temperatures.get(index).or(temperatures.last()).copied().unwrap_or(1.0);
+    1.0 / (1.0 + (-logit / temperature.max(1e-5)).exp())
+}
+
 impl Slot {
+    fn new(text: SlotText) -> Self {
+        Self { text, drafts: Vec::new(), confidences: Vec::new(), logprobs: Vec::new() }
+    }
+
+    fn forget_drafts(&mut self) {
+        self.drafts.clear();
+        self.confidences.clear();
+        self.logprobs.clear();
+    }
+
     /// Takes in the tokens chosen after each row: drafts count as far as they were chosen.
     fn take(
         &mut self,
@@ -310,6 +426,8 @@ struct DraftRows<'a> {
     vocab: usize,
     /// Tokens of the block so far, by sequence.
     chosen: Vec<Vec<u32>>,
+    /// What they were drawn from, by sequence, if it is wanted.
+    logprobs: Option<Vec<Vec<Vec<f32>>>>,
 }
 
 impl<D: Device> DraftChoice<D> for DraftRows<'_> {
@@ -321,7 +439,17 @@ impl<D: Device> DraftChoice<D> for DraftRows<'_> {
         for (text, drafts) in self.texts.iter().zip(&self.chosen) {
             rows.push(text, drafts, None);
         }
+        if let Some(logprobs) = &mut self.logprobs {
+            rows.draw_drafts(index);
+            logprobs.resize(self.texts.len(), Vec::new());
+        }
         rows.choose(device, self.vocab, &mut scratch.logits, &mut scratch.previous)?;
+        let sequences = self.logprobs.iter_mut().flatten().zip(rows.samples());
+        for (i, (logprobs, sample)) in sequences.enumerate() {
+            let mut logits = vec![0.0; self.vocab];
+            device.download(&scratch.logits, i * self.vocab, &mut logits)?;
+            logprobs.push(processed_logprobs(&logits, sample));
+        }
         let mut chosen = vec![0u32; self.texts.len()];
         device.download(&scratch.previous, 0, &mut chosen)?;
         // A row without any allowed token must still name one for the next step of the block.
@@ -365,7 +493,7 @@ impl<D: Device> ModelWorker<D> {
             }
             done.sequences = self.sample(&work, &masks)?;
             let drafting = Instant::now();
-            self.draft(&work)?;
+            self.draft(&work, &mut done.sequences)?;
             done.draft_seconds = drafting.elapsed().as_secs_f64();
         }
         done.seconds = start.elapsed().as_secs_f64();

@@ -4,6 +4,7 @@
 mod simulation;
 
 use deepinfer::cache::tiers::Tiers;
+use deepinfer::drafting::CostCurve;
 use deepinfer::engine::PrefillMode;
 use deepinfer::metrics::Metrics;
 use deepinfer::output::OutputText;
@@ -88,6 +89,7 @@ struct Setting {
     seqs: usize,
     prefill: PrefillMode,
     drafts: usize,
+    auto: bool,
     overlap: bool,
     prefix_cache: bool,
     host_bytes: usize,
@@ -104,14 +106,16 @@ fn setting() -> impl Strategy<Value = Setting> {
     ];
     let host = prop_oneof![Just(0usize), Just(2000), Just(1 << 20)];
     let swap = prop_oneof![Just(0usize), Just(1000), Just(1 << 20)];
-    (24usize..60, 1usize..6, prefill, 0usize..4, any::<bool>(), any::<bool>(), host, swap).prop_map(
-        |(pages, seqs, prefill, drafts, overlap, prefix_cache, host_bytes, swap_bytes)| Setting {
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    (24usize..60, 1usize..6, prefill, 0usize..4, flags, host, swap).prop_map(
+        |(pages, seqs, prefill, drafts, flags, host_bytes, swap_bytes)| Setting {
             pages,
             seqs,
             prefill,
             drafts,
-            overlap,
-            prefix_cache,
+            auto: flags.0,
+            overlap: flags.1,
+            prefix_cache: flags.2,
             host_bytes,
             swap_bytes,
             snapshots: 1 + pages % 5,
@@ -131,6 +135,8 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
     let mut shape = shape(setting.pages, setting.seqs, setting.prefill, setting.drafts);
     shape.prefix_cache = setting.prefix_cache;
     shape.swap_bytes = setting.swap_bytes;
+    shape.adapt_drafts = setting.auto;
+    shape.costs = CostCurve::new(vec![(1, 1.0), (24, 3.0)], vec![(1, 0.1), (6, 0.2)]);
     shape.device_snapshots = if setting.prefix_cache { setting.snapshots } else { 0 };
     let tiers = match setting.host_bytes {
         0 => Tiers::default(),
@@ -253,6 +259,7 @@ fn plain() -> Setting {
         seqs: 5,
         prefill: PrefillMode::Exact,
         drafts: 3,
+        auto: false,
         overlap: true,
         prefix_cache: true,
         host_bytes: 0,

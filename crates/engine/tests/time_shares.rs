@@ -68,6 +68,7 @@ fn shape() -> Shape {
         max_tokens: 131_000,
         drafts: 0,
         adapt_drafts: false,
+        costs: Default::default(),
         prefix_cache: false,
         device_snapshots: 0,
         identity: Vec::new(),

@@ -69,9 +69,11 @@ pub struct Figures {
     pub decode_rows: u64,
     /// Tokens produced.
     pub output_tokens: u64,
-    /// Drafts verified, by position in the draft.
+    /// Tokens drafted, by position in the block.
     pub drafted: Vec<u64>,
-    /// Drafts accepted, by position in the draft.
+    /// Drafts verified, by position in the block.
+    pub verified: Vec<u64>,
+    /// Drafts accepted, by position in the block.
     pub accepted: Vec<u64>,
     /// Requests that lost their place in memory, saved on the host.
     pub swapped: u64,

@@ -69,6 +69,7 @@ impl Inference for Live {
             decode_rows: m.decode_rows.get(),
             output_tokens: m.output_tokens.get(),
             drafted: counts(&m.drafted),
+            verified: counts(&m.verified),
             accepted: counts(&m.accepted),
             swapped: m.swapped.get(),
             recomputed: m.recomputed.get(),

@@ -214,7 +214,8 @@ impl Text {
             self.one(name, "counter", help, value);
         }
         let drafts = [
-            ("engine_drafted_tokens_total", "Drafts verified, by position", &figures.drafted),
+            ("engine_drafted_tokens_total", "Tokens drafted, by position", &figures.drafted),
+            ("engine_verified_tokens_total", "Drafts verified, by position", &figures.verified),
             ("engine_accepted_tokens_total", "Drafts accepted, by position", &figures.accepted),
         ];
         for (name, help, counts) in drafts {

@@ -55,6 +55,8 @@ pub struct Accounts {
     pub reasoning_tokens: usize,
     /// Drafts verified.
     pub drafted: usize,
+    /// Drafts verified.
+    pub verified: usize,
     /// Drafts accepted.
     pub accepted: usize,
     /// Times that the request lost its place in memory.
@@ -184,6 +186,7 @@ impl Run {
             }
             Some(Event::Finished { reason, usage }) => {
                 self.accounts.drafted += usage.drafted;
+                self.accounts.verified += usage.verified;
                 self.accounts.accepted += usage.accepted;
                 self.accounts.preemptions += usage.preemptions;
                 self.accounts.seed = Some(usage.seed);

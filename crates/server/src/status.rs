@@ -84,6 +84,7 @@ pub async fn load(State(app): State<Arc<App>>) -> Response<Body> {
         "cached_tokens": figures.cached_tokens,
         "output_tokens": app.metrics.produced(),
         "drafted_tokens": figures.drafted.iter().sum::<u64>(),
+        "verified_tokens": figures.verified.iter().sum::<u64>(),
         "accepted_tokens": figures.accepted.iter().sum::<u64>(),
     }))
 }

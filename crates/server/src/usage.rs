@@ -29,6 +29,7 @@ pub fn extension(all: &[Accounts]) -> Value {
     let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
     json!({
         "drafted_tokens": sum(|a| a.drafted),
+        "verified_tokens": sum(|a| a.verified),
         "accepted_tokens": sum(|a| a.accepted),
         "preemptions": sum(|a| a.preemptions),
         "seeds": all.iter().map(|a| a.seed).collect::<Vec<_>>(),

@@ -1,9 +1,11 @@
 //! Settings of an engine.
 
 use super::EngineError;
+use crate::drafting::KnownDrafts;
 use deepinfer_device::DeviceChoice;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How prompt tokens go through the decoder layers.
@@ -83,7 +85,8 @@ pub enum DraftMode {
     Off,
     /// This many, at most the checkpoint's block.
     Fixed(usize),
-    /// As many as pay off, by measured acceptance and step times. None if the checkpoint has no
+    /// The checkpoint's block, of which as many drafts are verified as pay off, by their confidences
+    /// and measured step times; none where drafting does not pay. None if the checkpoint has no
     /// draft stages.
     #[default]
     Auto,
@@ -104,9 +107,34 @@ impl FromStr for DraftMode {
     }
 }
 
+/// How a draft is accepted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DraftScheme {
+    /// If it is the token that the model chooses at its place: drafts and model draw with the same
+    /// noise. The same tokens come out as without drafting.
+    #[default]
+    Shared,
+    /// With a chance that follows from both probabilities ([`crate::sampler::rejection`]): tokens
+    /// are distributed as without drafting, but others come out, which depend on what runs beside
+    /// them. Tokens chosen at temperature 0 are the same.
+    Rejection,
+}
+
+impl FromStr for DraftScheme {
+    type Err = EngineError;
+
+    fn from_str(text: &str) -> Result<Self, EngineError> {
+        match text {
+            "shared" => Ok(Self::Shared),
+            "rejection" => Ok(Self::Rejection),
+            _ => Err(EngineError::setting("draft-scheme", text, "shared or rejection")),
+        }
+    }
+}
+
 /// Settings of an engine. None of them changes the tokens of a request, except
-/// [`PrefillMode::Compact`], [`PrefillMode::Mask`], their [`EngineConfig::keep_tokens`], and the
-/// cache format.
+/// [`PrefillMode::Compact`], [`PrefillMode::Mask`], their [`EngineConfig::keep_tokens`],
+/// [`DraftScheme::Rejection`], and the cache format.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
     /// Most rows in a step.
@@ -138,6 +166,16 @@ pub struct EngineConfig {
     pub swap_bytes: usize,
     /// How many tokens are drafted ahead.
     pub draft: DraftMode,
+    /// How a draft is accepted.
+    pub draft_scheme: DraftScheme,
+    /// Divide the logits of the drafts' confidences, by position in the block, the last one from
+    /// there on; none: 1.
+    pub confidence_temperatures: Vec<f32>,
+    /// Where step times that were measured for [`DraftMode::Auto`] are kept for later starts;
+    /// `None`: they are measured at every start.
+    pub costs_dir: Option<PathBuf>,
+    /// Drafts of known chances instead of the checkpoint's, for tests and measurements.
+    pub known_drafts: Option<Arc<KnownDrafts>>,
     /// Plan a step while the device runs the one before.
     pub overlap: bool,
     /// What the model runs on.
@@ -169,6 +207,10 @@ impl Default for EngineConfig {
             disk_cache_bytes: 16 << 30,
             swap_bytes: 1 << 30,
             draft: DraftMode::default(),
+            draft_scheme: DraftScheme::default(),
+            confidence_temperatures: Vec::new(),
+            costs_dir: None,
+            known_drafts: None,
             overlap: true,
             device: DeviceChoice::Cpu,
             threads: None,

@@ -3,6 +3,7 @@
 use super::{Engine, EngineConfig, EngineError, PrefixCache};
 use crate::cache::tiers::Tiers;
 use crate::checkpoint::{Checkpoint, Source};
+use crate::drafting::{CostCurve, StoredCosts};
 use crate::engram::Engram;
 use crate::model::Model;
 use crate::plan_memory::MemoryPlan;
@@ -65,6 +66,10 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let mut shape = Shape::new(&model.config, config, identity)?;
         let worker = ModelWorker::new(device, model, &shape, config.cache_format)?;
+        let mut worker = worker.with_drafting(config);
+        if shape.adapt_drafts && shape.drafts > 0 {
+            shape.costs = costs(&mut worker, &shape, config)?;
+        }
         (shape.slot_bytes, shape.page_bytes) = worker.cache_bytes();
         let tiers = match &config.prefix_cache {
             PrefixCache::Off | PrefixCache::Device => Tiers::default(),
@@ -78,6 +83,43 @@ impl Engine {
         };
         Self::with_worker(worker, shape, tiers, tokenizer, config.overlap)
     }
+}
+
+/// What steps cost on this device, measured now or at an earlier start.
+fn costs<D: Device>(
+    worker: &mut ModelWorker<D>,
+    shape: &Shape,
+    config: &EngineConfig,
+) -> Result<CostCurve, EngineError> {
+    let Some(dir) = &config.costs_dir else { return Ok(worker.measure_costs(shape, |_| None)?) };
+    let mut key = shape.identity.clone();
+    let sizes = format!(
+        " seqs {} drafts {} threads {:?} on {} processors {:?}",
+        shape.max_seqs,
+        shape.drafts,
+        config.threads,
+        std::thread::available_parallelism().map_or(0, usize::from),
+        processor(),
+    );
+    key.extend(sizes.bytes());
+    let stored = StoredCosts::new(dir, &key);
+    let mut found = false;
+    let curve = worker.measure_costs(shape, |first| {
+        let curve = stored.read(first);
+        found = curve.is_some();
+        curve
+    })?;
+    if !found {
+        // A directory that cannot be written costs time at the next start, nothing else.
+        let _ = stored.write(&curve);
+    }
+    Ok(curve)
+}
+
+/// The processor's name, where the system tells it.
+fn processor() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    info.lines().find(|line| line.starts_with("model name")).map(str::to_owned)
 }
 
 /// A name for a checkpoint's content: its configuration, its tokenizer, the headers of its shards

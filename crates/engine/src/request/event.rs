@@ -82,8 +82,10 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Tokens produced, the one that stopped included.
     pub output_tokens: usize,
-    /// Drafts verified.
+    /// Tokens drafted.
     pub drafted: usize,
+    /// Of these, how many were verified.
+    pub verified: usize,
     /// Drafts accepted.
     pub accepted: usize,
     /// Times that the request lost its place in memory.

@@ -74,6 +74,12 @@ impl SlotText {
         &self.params
     }
 
+    /// Whether the newest token is one that ends the text.
+    pub fn ended(&self) -> bool {
+        self.tokens.len() > self.prompt_len
+            && self.tokens.last().is_some_and(|token| self.ends.contains(token))
+    }
+
     /// Tokens of the prompt.
     pub fn prompt_len(&self) -> usize {
         self.prompt_len

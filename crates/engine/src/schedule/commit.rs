@@ -35,9 +35,10 @@ impl Scheduler {
                 }
             }
         }
-        let mut tokens = 0;
+        let (mut decode, mut drafting) = (0, 0);
         for (work, result) in step.sequences.iter().zip(done.sequences) {
-            tokens += result.tokens.len();
+            decode += work.follow.map_or(0, |_| 1 + result.verified as usize);
+            drafting += usize::from(!result.confidences.is_empty());
             let id = work.id;
             match self.take_result(work, result) {
                 Outcome::Continues => {}
@@ -49,13 +50,15 @@ impl Scheduler {
                 }
             }
         }
-        let (prompt, decode, seconds) = (step.prefill_rows, step.decode_rows, done.seconds);
-        if prompt + decode > 0 {
-            self.shares.measured(prompt, decode, step.charge, seconds);
-            self.metrics.step(prompt, decode, step.decoder_rows, seconds, done.draft_seconds);
+        let (prompt, seconds) = (step.prefill_rows, done.seconds);
+        if prompt + step.decode_rows > 0 {
+            self.shares.measured(prompt, step.decode_rows, step.charge, seconds);
+            let decoder = step.decoder_rows + decode;
+            self.metrics.step(prompt, decode, decoder, seconds, done.draft_seconds);
         }
         if prompt == 0 {
-            self.drafting.measured(step.drafts, tokens, seconds);
+            let drafting = (drafting > 0).then_some((drafting, done.draft_seconds));
+            self.drafting.measured(decode, seconds - done.draft_seconds, drafting);
         }
     }
 
@@ -70,9 +73,19 @@ impl Scheduler {
         let most = 1 + work.follow.unwrap_or(0) as usize;
         sequence.coming = (sequence.coming.0 - 1, sequence.coming.1 - most);
         let accepted = result.tokens.len().saturating_sub(1);
-        sequence.usage.drafted += result.verified as usize;
+        let (drafted, verified) = (result.confidences.len(), result.verified as usize);
+        sequence.usage.drafted += drafted;
+        sequence.usage.verified += verified;
         sequence.usage.accepted += accepted;
-        self.metrics.drafts(result.verified as usize, accepted);
+        self.metrics.drafts(drafted, verified, accepted);
+        if let Some(told) = &sequence.confidences[1] {
+            self.drafting.verified(told, verified, accepted);
+        }
+        if drafted > 0 {
+            self.drafting.drafted(&result.confidences);
+        }
+        sequence.confidences.rotate_left(1);
+        sequence.confidences[1] = Some(result.confidences);
         let len = sequence.tokens.len();
         if let Some(place) = &mut sequence.place {
             let end = if work.follow.is_some() { len + result.verified as usize } else { len };

@@ -5,7 +5,7 @@ use crate::engine::PrefillMode;
 use crate::plan::PlanSequence;
 use crate::request::RequestId;
 use crate::sequence::Sequence;
-use crate::work::{SequenceWork, Work};
+use crate::work::{SequenceWork, Verify, Work};
 
 /// What a step has left.
 struct Budget {
@@ -24,13 +24,21 @@ impl Scheduler {
         let (prompts, decoding): (Vec<RequestId>, Vec<RequestId>) =
             ids.into_iter().partition(|id| self.sequences.get(id).is_some_and(reading));
 
-        let mut drafts = self.drafting.length(decoding.len());
+        let mut most = self.shape.drafts;
         if !decoding.is_empty() {
             let share = if prompts.is_empty() { budget.rows } else { budget.rows * 3 / 4 };
-            drafts = drafts.min((share / decoding.len()).saturating_sub(1));
+            most = most.min((share / decoding.len()).saturating_sub(1));
         }
+        let drafts = self.plan_drafts(&decoding, most, &mut work);
         for id in decoding {
-            self.plan_decode(id, drafts, &mut budget, &mut work);
+            self.plan_decode(id, most, drafts, &mut budget, &mut work);
+        }
+        if let Some(verify) = &work.verify {
+            let planned: usize =
+                work.sequences.iter().filter_map(|s| s.follow).sum::<u32>() as usize;
+            let spared = planned.saturating_sub(verify.count);
+            budget.rows += spared;
+            budget.outputs += spared;
         }
         let decode_rows = self.shape.rows - budget.rows;
         let decoding = work.sequences.len();
@@ -58,27 +66,55 @@ impl Scheduler {
             sequences: work.sequences.clone(),
             prefill_rows,
             decode_rows,
-            decoder_rows: decode_rows
-                + work.plan.sequences.iter().map(|s| s.kept_rows()).sum::<usize>(),
+            decoder_rows: work.plan.sequences.iter().map(|s| s.kept_rows()).sum(),
             charge: self.shares.planned(prefill_rows, decode_rows),
-            drafts,
         });
         Some(work)
     }
 
-    /// The newest token of a sequence and the drafts after it. Where they stand is known to the
-    /// worker: a step in flight may still add tokens, and the worst case is planned for.
-    fn plan_decode(&mut self, id: RequestId, drafts: usize, budget: &mut Budget, work: &mut Work) {
+    /// Decides how many drafts the sequences verify in all, each `most` at most, and returns how
+    /// many tokens are drafted after the step. Confidences of two rounds ago are asked: the drafts
+    /// at hand must not have a say ([`crate::drafting`]).
+    fn plan_drafts(&mut self, decoding: &[RequestId], most: usize, work: &mut Work) -> usize {
+        let rates = |id: &RequestId| {
+            let sequence = self.sequences.get(id).filter(|s| s.params.draft)?;
+            let [older, newer] = &sequence.confidences;
+            let told = if sequence.in_flight > 0 { newer } else { older };
+            let mut rates = self.drafting.rates(told.as_deref());
+            let tokens = sequence.tokens.len() + sequence.coming.0;
+            rates.truncate(most.min(sequence.max_len.saturating_sub(tokens + 1)));
+            Some(rates)
+        };
+        let rates: Vec<Vec<f32>> =
+            decoding.iter().map(|id| rates(id).unwrap_or_default()).collect();
+        let plan = self.drafting.plan(&rates);
+        let verify = |count| Verify { count, correction: self.drafting.correction() };
+        work.verify = plan.verify.map(verify);
+        plan.draft
+    }
+
+    /// The newest token of a sequence and the drafts after it, `most` at most; then `drafts` tokens
+    /// are drafted. Where the rows stand is known to the worker: a step in flight may still add
+    /// tokens, and the worst case is planned for.
+    fn plan_decode(
+        &mut self,
+        id: RequestId,
+        most: usize,
+        drafts: usize,
+        budget: &mut Budget,
+        work: &mut Work,
+    ) {
+        let verified = work.verify.as_ref().map_or(most, |verify| verify.count.min(most));
         let Some(sequence) = self.sequences.get(&id) else { return };
-        let (least, most) = sequence.coming;
+        let (least, coming) = sequence.coming;
         let left = sequence.max_len.saturating_sub(sequence.tokens.len() + least);
         let room = budget.rows.min(budget.outputs).min(left);
         if room == 0 || sequence.place.is_none() {
             return;
         }
-        let draft = if sequence.params.draft { drafts } else { 0 };
-        let verify = draft.min(room - 1);
-        let wanted = self.shape.pages_for(sequence.tokens.len() + most + verify);
+        let (verified, draft) = if sequence.params.draft { (verified, drafts) } else { (0, 0) };
+        let verify = verified.min(room - 1);
+        let wanted = self.shape.pages_for(sequence.tokens.len() + coming + verify);
         if !self.grow(id, wanted) {
             return;
         }
@@ -98,7 +134,7 @@ impl Scheduler {
             prompt_logprobs: None,
         });
         sequence.in_flight += 1;
-        sequence.coming = (least + 1, most + 1 + verify);
+        sequence.coming = (least + 1, coming + 1 + verify);
         budget.rows -= 1 + verify;
         budget.outputs -= 1 + verify;
     }

@@ -2,6 +2,7 @@
 
 use crate::cache::Geometry;
 use crate::config::ModelConfig;
+use crate::drafting::CostCurve;
 use crate::engine::{DraftMode, EngineConfig, EngineError, PrefillMode, PrefixCache};
 use crate::request::Bounds;
 use std::time::Duration;
@@ -38,8 +39,10 @@ pub struct Shape {
     pub max_tokens: usize,
     /// Most tokens drafted ahead.
     pub drafts: usize,
-    /// Whether their number follows what pays off.
+    /// Whether drafts are made and verified as far as they pay off; else all are.
     pub adapt_drafts: bool,
+    /// What steps cost, for that choice.
+    pub costs: CostCurve,
     /// Whether prefixes are kept.
     pub prefix_cache: bool,
     /// Snapshots kept on the device.
@@ -141,6 +144,7 @@ impl Shape {
             max_tokens,
             drafts,
             adapt_drafts: config.draft == DraftMode::Auto,
+            costs: CostCurve::default(),
             prefix_cache,
             device_snapshots: if prefix_cache { config.device_snapshots } else { 0 },
             identity,

@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 use deepinfer::cache::Snapshot;
+use deepinfer::drafting::{rates, share};
 use deepinfer::engine::PrefillMode;
 use deepinfer::request::Token;
 use deepinfer::schedule::Shape;
@@ -38,6 +39,7 @@ pub fn shape(pages: usize, max_seqs: usize, prefill: PrefillMode, drafts: usize)
         max_tokens,
         drafts,
         adapt_drafts: false,
+        costs: Default::default(),
         prefix_cache: true,
         device_snapshots: 4,
         identity: b"simulation".to_vec(),
@@ -125,6 +127,7 @@ struct Text {
     prompt_len: usize,
     tokens: Vec<u32>,
     drafts: Vec<u32>,
+    confidences: Vec<f32>,
 }
 
 /// The worker.
@@ -159,6 +162,7 @@ impl Simulation {
                     prompt_len: opening.prompt_len,
                     tokens: opening.tokens,
                     drafts: Vec::new(),
+                    confidences: Vec::new(),
                 });
             }
             Op::Close { slot } => {
@@ -189,6 +193,20 @@ impl Simulation {
         }
     }
 
+    /// How many drafts each sequence verifies.
+    fn shares(&self, work: &Work) -> Vec<usize> {
+        let mut most = Vec::new();
+        let mut chances = Vec::new();
+        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+            let text = self.texts[plan.slot as usize].as_ref().expect("the sequence is open");
+            let verify = sequence.follow.unwrap_or(0) as usize;
+            most.push(text.drafts.len().min(verify));
+            let told = &text.confidences[..text.drafts.len().min(verify)];
+            chances.push(rates(told, work.verify.as_ref().map_or(&[], |v| &v.correction)));
+        }
+        work.verify.as_ref().map_or(most, |verify| share(&chances, verify.count))
+    }
+
     fn check_row(&self, text: &[u32], p: usize, start: usize, pages: &[u32], slot: usize) {
         for q in 0..start {
             let found = self.pages[pages[q / PAGE] as usize][q % PAGE];
@@ -202,23 +220,25 @@ impl Simulation {
 }
 
 impl Worker for Simulation {
-    fn run(&mut self, work: Work) -> Result<Done, DeviceError> {
+    fn run(&mut self, mut work: Work) -> Result<Done, DeviceError> {
         let mut done = Done::default();
-        for op in work.before {
+        for op in std::mem::take(&mut work.before) {
             self.apply(op, &mut done);
         }
         let mut rows = 0;
         let mut outputs = 0;
+        let shares = self.shares(&work);
         let mut seen = std::collections::HashSet::new();
-        for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
+        let sequences = work.plan.sequences.iter().zip(&work.sequences);
+        for ((plan, sequence), share) in sequences.zip(shares) {
             assert!(seen.insert(plan.slot), "a sequence runs once in a step");
             let slot = plan.slot as usize;
             let mut text = self.texts[slot].take().expect("the sequence is open");
             let mut result = SequenceDone::default();
             let (start, tokens) = match sequence.follow {
-                Some(verify) => {
+                Some(_) => {
                     let start = text.tokens.len() - 1;
-                    let drafts = text.drafts.iter().take(verify as usize);
+                    let drafts = text.drafts.iter().take(share);
                     let tokens: Vec<u32> =
                         std::iter::once(text.tokens[start]).chain(drafts.copied()).collect();
                     (start, tokens)
@@ -299,6 +319,7 @@ impl Worker for Simulation {
                     }
                 }
                 text.drafts.clear();
+                text.confidences.clear();
                 let a = text.tokens.len() - 1;
                 if sequence.draft > 0 {
                     for q in a.saturating_sub(WINDOW)..a {
@@ -317,7 +338,9 @@ impl Worker for Simulation {
                         let token = if wrong { (right + 1) % VOCAB } else { right };
                         ahead.push(token);
                         text.drafts.push(token);
+                        text.confidences.push((mix(u64::from(token)) % 100) as f32 / 100.0);
                     }
+                    result.confidences.clone_from(&text.confidences);
                 }
             }
             self.texts[slot] = Some(text);
