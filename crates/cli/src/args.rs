@@ -40,6 +40,8 @@ pub enum Command {
     Batch(Batch),
     /// Run the demo model's tasks and count right answers
     Eval(Eval),
+    /// Test a device: every operation against plain CPU code; exit code 1 if one is wrong
+    Selftest(Selftest),
     /// Print a completion script for a shell
     Completions {
         /// Shell to write for
@@ -267,6 +269,25 @@ pub struct Inspect {
     /// List every tensor
     #[arg(long)]
     pub tensors: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Selftest {
+    /// What to test: auto (a GPU if there is one), cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    pub device: DeviceChoice,
+    /// Small shapes only: seconds
+    #[arg(long)]
+    pub quick: bool,
+    /// Start of the random inputs; without it, the clock
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Threads of a CPU; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -15,6 +15,7 @@ mod inspect;
 mod man;
 mod open;
 mod plan;
+mod selftest;
 mod serve;
 mod speech;
 mod synth;
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Selftest(args) => selftest::run(&args),
         Command::Completions { shell } => man::completions(shell),
         Command::Man { out } => man::pages(&out),
     };

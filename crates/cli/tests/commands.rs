@@ -272,6 +272,16 @@ fn bench_reports_every_figure() {
 }
 
 #[test]
+fn a_device_tests_itself() {
+    let report = json(&run(&["selftest", "--device", "cpu", "--quick", "--json"]));
+    assert_eq!(report["failed"], 0, "{report}");
+    assert!(report["passed"].as_u64().is_some_and(|n| n > 20));
+    let output = run(&["selftest", "--device", "cuda:one"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cuda:N"));
+}
+
+#[test]
 fn completions_and_man_pages_are_written() {
     let script = run(&["completions", "bash"]);
     assert!(String::from_utf8_lossy(&script.stdout).contains("deepinfer"));

@@ -72,12 +72,12 @@ pub enum DeviceError {
         /// What the driver said.
         error: String,
     },
-    /// A device lacks an operation.
-    #[error("not implemented on {device}: {operation}")]
-    Missing {
-        /// Name of the device.
-        device: &'static str,
-        /// Name of the operation.
+    /// A kernel is not made for such a size.
+    #[error("{operation} on the GPU cannot take {limit}")]
+    Limit {
+        /// What was asked for.
         operation: &'static str,
+        /// The size, and what the kernel takes.
+        limit: String,
     },
 }

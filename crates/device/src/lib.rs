@@ -9,6 +9,7 @@ pub mod cuda;
 pub mod error;
 pub mod formats;
 pub mod ops;
+pub mod selftest;
 pub mod tensor;
 
 pub use choice::{DeviceChoice, UnknownDevice};

@@ -45,7 +45,10 @@ macro_rules! built {
 }
 
 /// Every file in `kernels`.
-static SOURCES: &[Source] = &sources!["linear", "rows", "norm", "rope", "streams"];
+static SOURCES: &[Source] = &sources![
+    "linear", "rows", "norm", "rope", "streams", "attend", "select", "experts", "route", "sample",
+    "engram", "compress", "join",
+];
 
 impl Source {
     /// What a GPU of this architecture loads.

@@ -8,6 +8,9 @@ use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
+/// Most bytes of dynamic shared memory of a block; a few static ones stand beside it.
+pub(super) const MAX_SHARED: usize = (48 << 10) - 512;
+
 /// Most blocks along the second and third axis of a grid.
 pub(super) const MAX_BLOCKS_YZ: usize = 65535;
 

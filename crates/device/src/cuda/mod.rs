@@ -19,6 +19,7 @@ mod launch;
 mod linear;
 mod memory;
 mod norm;
+mod paged;
 mod rope;
 mod route;
 mod rows;
@@ -33,7 +34,6 @@ pub use context::CudaDevice;
 pub use memory::Buffer;
 pub use stored::{Matrix, Placement};
 
-use crate::error::DeviceError;
 use crate::ops::Result;
 use context::Context;
 use kernels::Kernels;
@@ -90,11 +90,6 @@ impl Cuda {
     fn upload_bytes(&self, bytes: &[u8], to: memory::Ptr) -> Result<()> {
         lock(&self.staging).upload(&self.context, bytes, to)
     }
-}
-
-/// The error of an operation that this device lacks.
-fn missing<T>(operation: &'static str) -> Result<T> {
-    Err(DeviceError::Missing { device: "cuda", operation })
 }
 
 /// What a thread that panicked left behind is as good as ever: it is written anew before use.

@@ -1,15 +1,46 @@
 //! Choosing experts.
 
-use super::memory::Buffer;
-use super::{Cuda, missing};
+use super::Cuda;
+use super::launch::{MAX_SHARED, args, u32_of};
+use super::memory::{Buffer, Ptr};
+use crate::error::DeviceError;
 use crate::ops::{Result, Routing};
 
+/// Rows of a block at most: a warp each.
+const WARPS: usize = 4;
+
+/// # Panics
+/// If more experts are wanted than there are.
 pub(super) fn route(
-    _cuda: &Cuda,
-    _args: &Routing<'_, Cuda>,
-    _rows: usize,
-    _ids: &mut Buffer<u32>,
-    _weights: &mut Buffer<f32>,
+    cuda: &Cuda,
+    args: &Routing<'_, Cuda>,
+    rows: usize,
+    ids: &mut Buffer<u32>,
+    weights: &mut Buffer<f32>,
 ) -> Result<()> {
-    missing("route")
+    let Routing { experts, k, .. } = *args;
+    assert!(k <= experts, "{k} of {experts} experts");
+    let operation = "route";
+    // A score and a rank for each expert.
+    let shared = 8 * experts;
+    if shared > MAX_SHARED {
+        let most = MAX_SHARED / 8;
+        let limit = format!("{experts} experts, and its kernel takes {most}");
+        return Err(DeviceError::Limit { operation, limit });
+    }
+    let warps = (MAX_SHARED / shared.max(1)).clamp(1, WARPS);
+    let kernel_args = args![
+        args.scores.head(rows * experts),
+        args.bias.head(experts),
+        args.bias_image.map_or(Ptr::NULL, |bias| bias.head(experts)),
+        args.image.head(rows),
+        u32_of(experts),
+        u32_of(k),
+        args.scale,
+        u32_of(rows),
+        ids.head(rows * k),
+        weights.head(rows * k),
+    ];
+    let blocks = [rows.div_ceil(warps), 1, 1];
+    cuda.launch(operation, "route", blocks, 32 * warps, shared * warps, kernel_args)
 }

@@ -85,6 +85,58 @@ fn largest_scale(format: Format) -> u8 {
     }
 }
 
+/// Shape of a matrix's scales as it is stored.
+fn scale_shape(m: &StoredMatrix) -> (usize, usize) {
+    m.format.scale_shape(m.rows + m.scale_row0, m.cols).unwrap_or((0, 0))
+}
+
+fn unsupported(m: &StoredMatrix, reason: String) -> DeviceError {
+    DeviceError::Unsupported {
+        device: "cuda",
+        format: format!("{:?}", m.format),
+        rows: m.rows,
+        cols: m.cols,
+        reason,
+    }
+}
+
+/// Refuses a matrix whose bytes do not cover its shape.
+fn check_bytes(m: &StoredMatrix) -> Result<()> {
+    let (scale_rows, groups) = scale_shape(m);
+    let values = extent(m.rows, m.row_stride, m.format.row_bytes(m.cols));
+    let scales = extent(scale_rows, m.scale_stride, groups);
+    let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
+    if short(m.data.len(), values) || short(m.scale.len(), scales) {
+        let reason = format!(
+            "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
+            m.data.len(),
+            m.row_stride,
+            m.scale.len(),
+            m.scale_stride
+        );
+        return Err(unsupported(m, reason));
+    }
+    Ok(())
+}
+
+/// Refuses what the products cannot read: bytes that do not cover the shape, and scales that are
+/// too large or not a number.
+pub(super) fn check_stored(m: &StoredMatrix) -> Result<()> {
+    check_bytes(m)?;
+    let (scale_rows, groups) = scale_shape(m);
+    let limit = largest_scale(m.format);
+    for r in 0..scale_rows {
+        let row = &m.scale[r * m.scale_stride..][..groups];
+        if let Some(byte) = row.iter().find(|byte| **byte > limit) {
+            let exponent = i32::from(*byte) - 127;
+            let most = i32::from(limit) - 127;
+            let reason = format!("a scale of 2^{exponent}; this device reads up to 2^{most}");
+            return Err(unsupported(m, reason));
+        }
+    }
+    Ok(())
+}
+
 impl Cuda {
     /// Copies a matrix to the device. Large tables of rows with scales of their own (n-gram memory)
     /// go to page-locked host memory; they serve lookups only.
@@ -93,28 +145,9 @@ impl Cuda {
     /// If memory runs out, if the bytes do not cover the shape, or if a scale is too large for the
     /// products in registers (2^7 for fp8, 2 for fp4) or not a number.
     pub(super) fn store(&self, m: &StoredMatrix) -> Result<Matrix> {
+        check_bytes(m)?;
         let row_bytes = m.format.row_bytes(m.cols);
-        let (scale_rows, groups) =
-            m.format.scale_shape(m.rows + m.scale_row0, m.cols).unwrap_or((0, 0));
-        let unsupported = |reason: String| DeviceError::Unsupported {
-            device: "cuda",
-            format: format!("{:?}", m.format),
-            rows: m.rows,
-            cols: m.cols,
-            reason,
-        };
-        let values = extent(m.rows, m.row_stride, row_bytes);
-        let scales = extent(scale_rows, m.scale_stride, groups);
-        let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
-        if short(m.data.len(), values) || short(m.scale.len(), scales) {
-            return Err(unsupported(format!(
-                "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
-                m.data.len(),
-                m.row_stride,
-                m.scale.len(),
-                m.scale_stride
-            )));
-        }
+        let (scale_rows, groups) = scale_shape(m);
         let row_stride = m.format.row_bytes(m.cols.next_multiple_of(SLAB));
         let bytes = m.rows * row_stride;
         let place = |data, scale, owner| Matrix {
@@ -136,17 +169,7 @@ impl Cuda {
             let (data, scale) = (values.ptr()?, scales.ptr()?);
             return Ok(place(data, scale, Owner::Host { _values: values, _scales: scales }));
         }
-        let limit = largest_scale(m.format);
-        for r in 0..scale_rows {
-            let row = &m.scale[r * m.scale_stride..][..groups];
-            if let Some(byte) = row.iter().find(|byte| **byte > limit) {
-                let exponent = i32::from(*byte) - 127;
-                let most = i32::from(limit) - 127;
-                return Err(unsupported(format!(
-                    "a scale of 2^{exponent}; this device reads up to 2^{most}"
-                )));
-            }
-        }
+        check_stored(m)?;
         let values = Memory::zeroed(&self.context, "a weight", bytes)?;
         // A slab of a row's padding may read one scale beyond the last, and must find a number.
         let scale_bytes = scale_rows * groups + SLAB / GROUP;

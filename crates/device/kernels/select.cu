@@ -1,0 +1,320 @@
+// Choice of compressed rows by index score, and of candidate blocks.
+//
+// Scores are written as integers that sort as they do (`rank_of`), for as many queries at a time as
+// the scratch has room for. The best are then found exactly: a radix descent gives the rank of the
+// k-th, and how many of that rank belong to the best; the rows are collected in ascending order, so
+// lower rows win. Long lists are cut into segments whose best are the list of a second round.
+#include "cache.cuh"
+
+constexpr int TILE = 128;     // keys of a block
+constexpr int GROUP = 16;     // queries of a block
+constexpr int SEGMENT = 16384;
+constexpr int THREADS = 128;
+constexpr int SORTERS = 512;
+
+struct Args {
+    SLOT const bf16* q;          // [rows, heads, width]
+    SLOT const float* weights;  // [rows, heads]
+    SLOT const u32* sequence;
+    SLOT const u32* position;
+    SLOT Paged keys;
+    SLOT const u32* blocks;  // [rows, block_count] where rows are chosen within blocks, else null
+    SLOT u32* counts;        // [rows]: rows within blocks
+    SLOT u32* ranks;         // [rows of the pass, stride]
+    SLOT u64 stride;
+    SLOT u32* maxima;  // [rows of the pass, maxima_stride]: largest ranks of blocks
+    SLOT u64 maxima_stride;
+    SLOT int first_row;  // of the pass
+    SLOT int rows;       // of the pass
+    SLOT int heads;
+    SLOT int width;
+    SLOT int ratio;
+    SLOT int block_size;
+    SLOT int block_count;
+    SLOT int aligned;  // rows of q are aligned to 16 bytes
+    // What is chosen from.
+    SLOT u32* out;          // [rows, k]
+    SLOT u32* found_ranks;  // [rows of the pass, segments, k]: the best of each segment
+    SLOT u32* found;        // the same: their rows
+    SLOT int k;
+    SLOT int segments;    // that there is room for
+    SLOT int of_maxima;   // blocks are chosen, by their maxima
+    SLOT int second;      // second round
+};
+
+// Keys that a query is scored against.
+__device__ __forceinline__ u32 list_length(const Args& a, u32 row) {
+    return a.blocks ? a.counts[row] : visible_rows(a.position[row], u32(a.ratio));
+}
+
+// The compressed row at place `i` of that list.
+__device__ __forceinline__ u32 list_row(const Args& a, u32 row, u32 i) {
+    if (!a.blocks) return i;
+    u32 block = __ldg(a.blocks + u64(row) * a.block_count + i / a.block_size);
+    return block * a.block_size + i % a.block_size;
+}
+
+// Rows in the candidate blocks of each query: a warp a query.
+extern "C" __global__ void select_counts(const __grid_constant__ Args a) {
+    const int row = int(blockIdx.x) * int(blockDim.x / 32) + int(threadIdx.x / 32);
+    if (row >= a.rows) return;
+    const int lane = threadIdx.x & 31;
+    const u32* blocks = a.blocks + u64(row) * a.block_count;
+    u32 count = 0;
+    for (int i = lane; i < a.block_count; i += 32) count += blocks[i] != ABSENT;
+    count = __reduce_add_sync(~0u, count);
+    if (lane > 0) return;
+    u32 n = 0;
+    if (count > 0) {
+        u32 visible = visible_rows(a.position[row], u32(a.ratio));
+        u64 last = u64(blocks[count - 1]) * a.block_size;
+        u32 rest = last < visible ? u32(visible - last) : 0;
+        n = (count - 1) * a.block_size + min(rest, u32(a.block_size));
+    }
+    a.counts[row] = n;
+}
+
+template <bool RAGGED>
+__device__ __forceinline__ void scores(const Args& a) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const int steps = (a.width + 31) / 32;
+    const int end = min(a.rows, (int(blockIdx.y) + 1) * GROUP);
+    int first = int(blockIdx.y) * GROUP;
+    while (first < end) {
+        // Queries of one sequence share the keys, unless each has a list of its own.
+        const u32 sequence = a.sequence[a.first_row + first];
+        u32 longest = list_length(a, a.first_row + first);
+        int to = first + 1;
+        while (!a.blocks && to < end && a.sequence[a.first_row + to] == sequence) {
+            longest = max(longest, list_length(a, a.first_row + to));
+            to++;
+        }
+        for (u32 tile = blockIdx.x; u64(tile) * TILE < longest; tile += gridDim.x) {
+            const u32 at = tile * TILE + warp * 32;
+            if (at >= longest) continue;
+            // Columns are taken 32 at a time; a thread's 8 of them are two steps of the product.
+            uint4 key[2][2][4];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 i = at + m * 16 + half * 8 + g;
+                    const u8* address = nullptr;
+                    if (i < longest) {
+                        address = paged_row(a.keys, sequence, list_row(a, a.first_row + first, i));
+                    }
+                    Raw8 raw[4];
+#pragma unroll
+                    for (int s = 0; s < 4; s++) {
+                        raw[s].codes = make_uint4(0, 0, 0, 0);
+                        raw[s].scale = ABSENT;
+                        const int col = s * 32 + t * 8;
+                        if (address && col < a.width) {
+                            raw[s] = read8<RAGGED>(a.keys.format, address, a.width, col, a.keys.align);
+                        }
+                    }
+#pragma unroll
+                    for (int s = 0; s < 4; s++) key[m][half][s] = decode8(a.keys.format, raw[s]);
+                }
+            }
+            for (int r = first; r < to; r++) {
+                const u32 row = a.first_row + r;
+                const u32 length = list_length(a, row);
+                if (at >= length) continue;
+                float sum[2][2] = {};
+                for (int head = 0; head < a.heads; head += 8) {
+                    float dot[2][4] = {};
+                    const bf16* q = a.q + (u64(row) * a.heads + head + g) * a.width;
+#pragma unroll
+                    for (int s = 0; s < 4; s++) {
+                        if (s >= steps) break;
+                        const int col = s * 32 + t * 8;
+                        uint4 x = make_uint4(0, 0, 0, 0);
+                        if (head + g < a.heads && col < a.width) {
+                            x = RAGGED ? act8(q, a.width, col, a.aligned)
+                                       : __ldg(reinterpret_cast<const uint4*>(q + col));
+                        }
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            const uint4 low = key[m][0][s], high = key[m][1][s];
+                            mma(dot[m], {low.x, high.x, low.y, high.y}, x.x, x.y);
+                            mma(dot[m], {low.z, high.z, low.w, high.w}, x.z, x.w);
+                        }
+                    }
+                    float w[2];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int h = head + t * 2 + i;
+                        w[i] = h < a.heads ? __ldg(a.weights + u64(row) * a.heads + h) : 0.0f;
+                    }
+#pragma unroll
+                    for (int m = 0; m < 2; m++) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            // NaN stays.
+                            float d = dot[m][i] < 0.0f ? 0.0f : dot[m][i];
+                            sum[m][i / 2] = __fmaf_rn(d, w[i % 2], sum[m][i / 2]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        float total = sum[m][half];
+                        total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+                        total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+                        const u32 i = at + m * 16 + half * 8 + g;
+                        if (t == 0 && i < length) a.ranks[u64(r) * a.stride + i] = rank_of(total);
+                    }
+                }
+            }
+        }
+        first = to;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) select_scores(const __grid_constant__ Args a) {
+    scores<false>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) select_scores_ragged(const __grid_constant__ Args a) {
+    scores<true>(a);
+}
+
+// The largest rank of each block of rows; that of the last visible row comes before all others.
+extern "C" __global__ void select_maxima(const __grid_constant__ Args a) {
+    const u32 visible = visible_rows(a.position[a.first_row + blockIdx.y], u32(a.ratio));
+    const u32 blocks = (visible + a.block_size - 1) / a.block_size;
+    const u32* ranks = a.ranks + blockIdx.y * a.stride;
+    for (u32 b = blockIdx.x * blockDim.x + threadIdx.x; b < blocks; b += gridDim.x * blockDim.x) {
+        u32 best = 0;
+        const u32 from = b * a.block_size, to = min(visible, from + a.block_size);
+        for (u32 i = from; i < to; i++) best = max(best, ranks[i]);
+        a.maxima[blockIdx.y * a.maxima_stride + b] = b + 1 == blocks ? ~0u : best;
+    }
+}
+
+// Inclusive sums over the block's threads; `totals` has a place for each warp.
+__device__ __forceinline__ u32 running_sum(u32 x, u32* totals) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        u32 other = __shfl_up_sync(~0u, x, by);
+        if (lane >= by) x += other;
+    }
+    if (lane == 31) totals[warp] = x;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) x += totals[w];
+    return x;
+}
+
+// The k best of a list of ranks, ascending; `emit(place, i)` takes what is found.
+template <typename Emit>
+__device__ __forceinline__ void best_of(u32 n, u32 k, const u32* ranks, Emit emit) {
+    constexpr int WARPS = SORTERS / 32;
+    __shared__ u32 buckets[2048];
+    __shared__ u32 totals[WARPS];
+    __shared__ u32 found_bucket, found_before;
+    __shared__ u32 above[WARPS], equal[WARPS];
+    u32 cut = 0, ties = n;  // all
+    if (n > k) {
+        u32 prefix = 0, left = k;
+        for (int round = 0; round < 3; round++) {
+            const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
+            const int bits = round == 2 ? 10 : 11;
+            for (int i = threadIdx.x; i < 2048; i += SORTERS) buckets[i] = 0;
+            __syncthreads();
+#pragma unroll 8
+            for (u32 i = threadIdx.x; i < n; i += SORTERS) {
+                const u32 r = ranks[i];
+                if (round == 0 || r >> (shift + bits) == prefix) {
+                    atomicAdd(&buckets[r >> shift & ((1u << bits) - 1)], 1u);
+                }
+            }
+            __syncthreads();
+            // From the top: the bucket in which the k-th lies.
+            const int top = 2047 - 4 * int(threadIdx.x);
+            u32 own = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) own += buckets[top - i];
+            const u32 to = running_sum(own, totals);
+            u32 before = to - own;
+            if (before < left && left <= to) {
+                int bucket = top;
+                while (before + buckets[bucket] < left) before += buckets[bucket--];
+                found_bucket = bucket;
+                found_before = before;
+            }
+            __syncthreads();
+            prefix = prefix << bits | found_bucket;
+            left -= found_before;
+        }
+        cut = prefix;
+        ties = left;
+    }
+    // Warps take parts of the list in order.
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 part = ((n + WARPS - 1) / WARPS + 31) / 32 * 32;
+    const u32 from = min(n, warp * part), to = min(n, from + part);
+    u32 greater = 0, same = 0;
+#pragma unroll 4
+    for (u32 at = from; at < to; at += 32) {
+        const u32 r = at + lane < to ? ranks[at + lane] : 0;
+        greater += __popc(__ballot_sync(~0u, at + lane < to && r > cut));
+        same += __popc(__ballot_sync(~0u, at + lane < to && r == cut));
+    }
+    if (lane == 0) {
+        above[warp] = greater;
+        equal[warp] = same;
+    }
+    __syncthreads();
+    greater = same = 0;
+    for (int w = 0; w < warp; w++) {
+        greater += above[w];
+        same += equal[w];
+    }
+    for (u32 at = from; at < to; at += 32) {
+        const u32 r = at + lane < to ? ranks[at + lane] : 0;
+        const bool is_above = at + lane < to && r > cut, is_same = at + lane < to && r == cut;
+        const u32 above_mask = __ballot_sync(~0u, is_above), same_mask = __ballot_sync(~0u, is_same);
+        const u32 below = (1u << lane) - 1;
+        const u32 same_before = same + __popc(same_mask & below);
+        if (is_above || (is_same && same_before < ties)) {
+            emit(greater + __popc(above_mask & below) + min(same_before, ties), at + lane);
+        }
+        greater += __popc(above_mask);
+        same += __popc(same_mask);
+    }
+}
+
+// First round: a block a segment of a query's list. A list of one segment is finished here.
+// Second round: a block a query with more segments.
+extern "C" __global__ void __launch_bounds__(SORTERS, 2) select_best(const __grid_constant__ Args a) {
+    const u32 r = blockIdx.y, row = a.first_row + r, k = a.k;
+    u32 n = list_length(a, row);
+    if (a.of_maxima) n = (n + a.block_size - 1) / a.block_size;
+    const u32 kept = min(k, u32(SEGMENT));  // of a whole segment
+    const u64 list = u64(r) * a.segments * kept;
+    const bool whole = n <= SEGMENT;
+    const u32 from = blockIdx.x * SEGMENT;
+    if (a.second ? whole : from >= max(n, 1u)) return;
+
+    const u32* ranks = a.of_maxima ? a.maxima + r * a.maxima_stride : a.ranks + r * a.stride;
+    ranks = a.second ? a.found_ranks + list : ranks + from;
+    const u32 length = a.second ? n / SEGMENT * kept + min(k, n % SEGMENT) : min(n - from, u32(SEGMENT));
+    u32* out = a.out + u64(row) * k;
+    best_of(length, k, ranks, [&](u32 at, u32 i) {
+        const u32 index = a.second ? a.found[list + i] : a.of_maxima ? from + i : list_row(a, row, from + i);
+        if (a.second || whole) {
+            out[at] = index;
+        } else {
+            const u64 to = list + u64(blockIdx.x) * kept + at;
+            a.found_ranks[to] = ranks[i];
+            a.found[to] = index;
+        }
+    });
+    if (a.second || whole) {
+        for (u32 i = min(length, k) + threadIdx.x; i < k; i += SORTERS) out[i] = ABSENT;
+    }
+}

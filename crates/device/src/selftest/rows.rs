@@ -1,0 +1,98 @@
+//! Rows of caches: encoding, rounding in place, decoding.
+
+use super::buffers::{act, guarded_act, input, output, output_act, part, read, read_act};
+use super::{Operation, Output, Runner, Trouble};
+use crate::ops::Device;
+use crate::tensor::RowFormat;
+use std::ops::Range;
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Encode,
+    Round,
+    Decode,
+}
+
+struct Rows {
+    kind: Kind,
+    format: RowFormat,
+    width: usize,
+    x: Vec<f32>,
+    stored: Vec<u8>,
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes.iter().map(|b| u32::from(*b)).collect()
+}
+
+impl Operation for Rows {
+    type Ready<D: Device> = ();
+
+    fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Encode => "encode_rows",
+            Kind::Round => "round_rows",
+            Kind::Decode => "decode_rows",
+        }
+    }
+
+    fn shape(&self) -> String {
+        format!("{:?} of {}", self.format, self.width)
+    }
+
+    fn bound(&self) -> f64 {
+        0.0
+    }
+
+    fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
+        Ok(())
+    }
+
+    fn run<D: Device>(&self, device: &D, (): &(), rows: Range<usize>) -> Result<Output, Trouble> {
+        let (width, n, bytes) = (self.width, rows.len(), self.format.row_bytes(self.width));
+        let x = part(&self.x, width, &rows);
+        let bits = |x: Vec<f32>| x.iter().map(|x| x.to_bits()).collect();
+        Ok(Output::Exact(match self.kind {
+            Kind::Encode => {
+                let mut out = output::<D, u8>(device, n * bytes)?;
+                device.encode_rows(&act(device, x)?, width, self.format, n, &mut out)?;
+                words(&read(device, &out)?)
+            }
+            Kind::Round => {
+                let mut x = guarded_act(device, x)?;
+                device.round_rows(&mut x, width, self.format, n)?;
+                bits(read_act(device, &x)?)
+            }
+            Kind::Decode => {
+                let src = input(device, part(&self.stored, bytes, &rows))?;
+                let mut out = output_act(device, n * width)?;
+                device.decode_rows(&src, width, self.format, n, &mut out)?;
+                bits(read_act(device, &out)?)
+            }
+        }))
+    }
+}
+
+pub(super) fn run<D: Device>(runner: &mut Runner<'_, D>) {
+    let shapes = [
+        (RowFormat::Fp8x32, 512),
+        (RowFormat::Nvfp4x16, 512),
+        (RowFormat::Mxfp4x32, 128),
+        (RowFormat::Fp8x32, 47),
+        (RowFormat::Nvfp4x16, 47),
+        (RowFormat::Mxfp4x32, 33),
+    ];
+    let most = runner.most(usize::MAX);
+    for (format, width) in shapes {
+        for kind in [Kind::Encode, Kind::Round, Kind::Decode] {
+            let mut x = runner.random.values(most * width);
+            // Rows of very different size.
+            for (i, row) in x.chunks_exact_mut(width).enumerate() {
+                let factor = 2f32.powi((i % 31) as i32 - 15);
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+            let stored = runner.random.stored_rows(most, width, format);
+            runner.check(&Rows { kind, format, width, x, stored }, most);
+        }
+    }
+}
