@@ -32,6 +32,8 @@ struct Case {
     patience: Option<usize>,
     /// Goes on from the text of the one before, once that has ended.
     turn: bool,
+    /// Continuations of the prompt.
+    samples: usize,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -44,8 +46,10 @@ fn case() -> impl Strategy<Value = Case> {
     let prompt = proptest::collection::vec(piece, 1..5).prop_map(|p| p.concat());
     let patience = proptest::option::weighted(0.2, 0usize..30);
     let turn = proptest::bool::weighted(0.3);
-    (prompt, 0u64..3, 1usize..20, 0i32..2, any::<bool>(), 0usize..6, patience, turn).prop_map(
-        |(prompt, seed, max_tokens, priority, draft, wait, patience, turn)| Case {
+    let samples = prop_oneof![3 => Just(1usize), 1 => 2usize..5];
+    let numbers = (0u64..3, 1usize..20, 0i32..2, samples);
+    (prompt, numbers, any::<bool>(), 0usize..6, patience, turn).prop_map(
+        |(prompt, (seed, max_tokens, priority, samples), draft, wait, patience, turn)| Case {
             prompt,
             seed,
             max_tokens,
@@ -54,6 +58,7 @@ fn case() -> impl Strategy<Value = Case> {
             wait,
             patience,
             turn,
+            samples,
         },
     )
 }
@@ -168,23 +173,29 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
             if params.check(&case.prompt, &bounds).is_err() {
                 continue;
             }
-            let (sink, handle) = event_queue(RequestId(i as u64));
-            steps.scheduler.submit(Arrival {
-                id: RequestId(i as u64),
-                priority: case.priority,
-                salt: (case.seed == 2).then(|| "salt".to_owned()),
-                max_len: case.prompt.len() + case.max_tokens,
-                prompt: case.prompt.clone(),
-                seed: case.seed,
-                form: Form::Free,
-                leader: None,
-                text: OutputText::new(None, Vec::new()),
-                params,
-                sink,
-                time: Instant::now(),
-            });
-            let (completion, case) = (Completion::default(), case.clone());
-            running.push(Running { case, handle, completion, ended: false, age: 0 });
+            let first = RequestId((i * 10) as u64);
+            for sample in 0..case.samples {
+                let id = RequestId(first.0 + sample as u64);
+                let (sink, handle) = event_queue(id);
+                steps.scheduler.submit(Arrival {
+                    id,
+                    priority: case.priority,
+                    salt: (case.seed == 2).then(|| "salt".to_owned()),
+                    max_len: case.prompt.len() + case.max_tokens,
+                    prompt: case.prompt.clone(),
+                    seed: case.seed,
+                    form: Form::Free,
+                    leader: (sample > 0).then_some(first),
+                    text: OutputText::new(None, Vec::new()),
+                    params: params.clone(),
+                    sink,
+                    time: Instant::now(),
+                });
+                // The one that reads the prompt may go before it has.
+                let patience = case.patience.filter(|_| sample % 2 == 0);
+                let (completion, case) = (Completion::default(), Case { patience, ..case.clone() });
+                running.push(Running { case, handle, completion, ended: false, age: 0 });
+            }
         }
         since += 1;
         for request in &mut running {
@@ -249,6 +260,7 @@ fn many(prompt: usize, count: usize) -> Vec<Case> {
             wait: 0,
             patience: None,
             turn: false,
+            samples: 1,
         })
         .collect()
 }
@@ -290,6 +302,17 @@ fn repeated_prompts_come_from_the_cache() {
         // All but the last token of each prompt of the second half.
         let (cached, wanted) = (metrics.cached_tokens.get(), 12 * 39);
         assert!(cached >= wanted, "{cached} tokens of {wanted} from the cache");
+    }
+}
+
+#[test]
+fn other_samples_do_not_read_the_prompt_again() {
+    for prefix_cache in [false, true] {
+        let case = Case { samples: 4, ..many(60, 1)[0].clone() };
+        let setting = Setting { pages: 100, prefix_cache, ..plain() };
+        let metrics = run(&setting, &[case]);
+        assert_eq!(metrics.prefill_rows.get(), 60 + 3);
+        assert_eq!(metrics.cached_tokens.get(), 3 * 59);
     }
 }
 
