@@ -4,6 +4,7 @@
 mod admit;
 mod commit;
 mod fork;
+mod hit;
 mod plan;
 mod policy;
 mod preempt;

@@ -2,11 +2,14 @@
 
 use crate::cache::Snapshot;
 use crate::grammar::{CompileError, Grammar, Pending};
+use crate::cache::prefix::Key;
+use crate::cache::tiers::Entry;
 use crate::output::OutputText;
 use crate::request::{
     Event, EventSink, FinishReason, RequestError, RequestId, SamplingParams, Token, TokenLogprobs,
     Usage,
 };
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -38,6 +41,8 @@ pub struct Sequence {
     pub place: Option<Place>,
     /// Its state on the host, after it lost its place.
     pub swapped: Swapped,
+    /// What it waits for and has of its prefix in the lower tiers.
+    pub stored: StoredPrefix,
     /// When it arrived.
     pub arrival: Instant,
     /// Counts for the caller.
@@ -129,6 +134,15 @@ impl Form {
     }
 }
 
+/// Entries of a waiting sequence's prefix.
+#[derive(Clone, Debug, Default)]
+pub struct StoredPrefix {
+    /// Being read.
+    pub coming: HashSet<Key>,
+    /// Read.
+    pub here: HashMap<Key, Entry>,
+}
+
 /// What a new sequence is made from.
 pub struct Arrival {
     /// Number of the request.
@@ -177,6 +191,7 @@ impl Sequence {
             coming: (0, 0),
             place: None,
             swapped: Swapped::No,
+            stored: StoredPrefix::default(),
             arrival: arrival.time,
             usage: Usage { prompt_tokens: prompt_len, seed, ..Usage::default() },
             started: false,

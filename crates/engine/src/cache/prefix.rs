@@ -47,6 +47,18 @@ pub struct Hit {
     nodes: Vec<NodeId>,
 }
 
+impl Hit {
+    /// Keys of what lies in a lower tier, each once.
+    pub fn stored(&self) -> impl Iterator<Item = Key> + '_ {
+        let open = self.open.iter().filter(|&&open| open != self.state);
+        let places = self.pages.iter().chain(open).chain([&self.state]);
+        places.filter_map(|place| match place {
+            Place::Stored(key) => Some(*key),
+            Place::Device(_) => None,
+        })
+    }
+}
+
 /// Result of a lookup.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lookup {

@@ -1,7 +1,8 @@
 //! Lower tiers of the prefix cache: host memory, and a directory that survives a restart.
 //!
 //! Entries are written through when the index takes them in, so the device can drop its copy at any
-//! time. An entry that is missing, damaged or of another size is a miss, never an error.
+//! time. An entry that is missing, damaged or of another size is a miss, never an error. Nothing here
+//! waits for a disk: what lies there is asked for, and comes later.
 
 mod disk;
 mod host;
@@ -24,14 +25,30 @@ pub enum Entry {
 }
 
 impl Entry {
-    fn bytes(&self) -> usize {
-        match self {
-            Entry::Page(bytes) => bytes.len(),
-            Entry::State(state) => {
-                state.slot.len() + state.pages.iter().map(Vec::len).sum::<usize>()
-            }
-        }
+    /// Its bytes: a page; or a state's rings, then its open pages.
+    fn parts(&self) -> impl Iterator<Item = &[u8]> {
+        let (first, pages) = match self {
+            Entry::Page(bytes) => (bytes.as_slice(), &[][..]),
+            Entry::State(state) => (state.slot.as_slice(), state.pages.as_slice()),
+        };
+        std::iter::once(first).chain(pages.iter().map(Vec::as_slice))
     }
+
+    fn bytes(&self) -> usize {
+        self.parts().map(<[u8]>::len).sum()
+    }
+}
+
+/// What the lower tiers know of an entry.
+#[derive(Clone, Debug)]
+pub enum Stored {
+    /// Here it is.
+    Here(Entry),
+    /// It is being read, and [`Tiers::loaded`] will return it; or it was announced, and will be
+    /// taken in.
+    Coming,
+    /// It is not there.
+    Missing,
 }
 
 /// The lower tiers; none by default.
@@ -78,17 +95,8 @@ impl Tiers {
         self.expected.insert(description.key, description);
     }
 
-    /// Takes in a page. Returns whether it is kept.
-    pub fn put_page(&mut self, key: Key, bytes: Vec<u8>) -> bool {
-        self.put(key, Entry::Page(Arc::new(bytes)))
-    }
-
-    /// Takes in a state. Returns whether it is kept.
-    pub fn put_state(&mut self, key: Key, state: Snapshot) -> bool {
-        self.put(key, Entry::State(Arc::new(state)))
-    }
-
-    fn put(&mut self, key: Key, entry: Entry) -> bool {
+    /// Takes in an entry that was announced. Returns whether it is kept.
+    pub fn put(&mut self, key: Key, entry: Entry) -> bool {
         let Some(description) = self.expected.remove(&key) else { return false };
         if let Some(disk) = &mut self.disk {
             disk.put(description, entry.clone());
@@ -96,32 +104,32 @@ impl Tiers {
         self.host.as_mut().is_some_and(|host| host.put(key, entry)) || self.disk.is_some()
     }
 
-    /// The page `key`, of `len` bytes.
-    pub fn page(&mut self, key: &Key, len: usize) -> Option<Arc<Vec<u8>>> {
-        match self.get(key)? {
-            Entry::Page(bytes) if bytes.len() == len => Some(bytes),
-            _ => None,
+    /// Looks for an entry, and asks for it if it lies on disk.
+    pub fn get(&mut self, key: &Key) -> Stored {
+        if self.expected.contains_key(key) {
+            return Stored::Coming;
         }
-    }
-
-    /// The state `key`, with `slot` bytes of rings and pages of `page` bytes.
-    pub fn state(&mut self, key: &Key, slot: usize, page: usize) -> Option<Arc<Snapshot>> {
-        let fits = |s: &Snapshot| s.slot.len() == slot && s.pages.iter().all(|p| p.len() == page);
-        match self.get(key)? {
-            Entry::State(state) if fits(&state) => Some(state),
-            _ => None,
-        }
-    }
-
-    fn get(&mut self, key: &Key) -> Option<Entry> {
         if let Some(entry) = self.host.as_mut().and_then(|host| host.get(key)) {
-            return Some(entry);
+            return Stored::Here(entry);
         }
-        let entry = self.disk.as_mut()?.get(key)?;
+        match self.disk.as_mut().is_some_and(|disk| disk.request(key)) {
+            true => Stored::Coming,
+            false => Stored::Missing,
+        }
+    }
+
+    /// Entries that have been read since the last call; `None` for those that were not to be had.
+    pub fn loaded(&mut self) -> Vec<(Key, Option<Entry>)> {
+        let Some(disk) = &mut self.disk else { return Vec::new() };
+        let loaded = disk.loaded();
         if let Some(host) = &mut self.host {
-            host.put(*key, entry.clone());
+            for (key, entry) in &loaded {
+                entry.iter().for_each(|entry| {
+                    host.put(*key, entry.clone());
+                });
+            }
         }
-        Some(entry)
+        loaded
     }
 
     /// Waits until everything taken in is on disk.

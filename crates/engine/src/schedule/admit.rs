@@ -1,27 +1,43 @@
 //! Giving waiting requests a place.
 
 use super::Scheduler;
+use super::hit::{Found, Prefix};
 use crate::cache::Snapshot;
-use crate::cache::prefix::{Hit, Key, Place as Cached};
+use crate::cache::prefix::Place as Cached;
 use crate::engine::PrefillMode;
 use crate::request::RequestId;
 use crate::sequence::{Place, Sequence, Swapped};
 use crate::work::{Op, Opening};
 use std::cmp::Reverse;
+use std::ops::Bound;
 use std::sync::Arc;
 
 /// Fewest tokens that a snapshot at a point of divergence must save a later visitor.
 const WORTH_A_SNAPSHOT: usize = 16;
 
+/// What came of looking for a place.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Admission {
+    Placed,
+    /// Its prefix is being read; others may go first.
+    Coming,
+    NoRoom,
+}
+
 impl Scheduler {
     /// Gives places to waiting requests, first come first served within a priority, while there is
-    /// room.
+    /// room. One whose prefix is being read from a disk lets others go first.
     pub fn admit(&mut self) {
-        while self.running.len() < self.shape.max_seqs {
-            let Some(&rank) = self.waiting.first() else { return };
+        self.take_loaded();
+        let (mut coming, mut after) = (0, Bound::Unbounded);
+        while self.running.len() + coming < self.shape.max_seqs {
+            let Some(&rank) = self.waiting.range((after, Bound::Unbounded)).next() else { return };
             let Some(mut sequence) = self.sequences.remove(&rank.1) else { return };
-            let admitted = sequence.in_flight == 0 && self.give_place(&mut sequence);
-            if admitted {
+            let admission = match sequence.in_flight {
+                0 => self.give_place(&mut sequence),
+                _ => Admission::NoRoom,
+            };
+            if admission == Admission::Placed {
                 self.waiting.remove(&rank);
                 if !sequence.started {
                     self.waiting_tokens -= sequence.prompt_len;
@@ -31,40 +47,46 @@ impl Scheduler {
                 self.running.insert((Reverse(sequence.priority), sequence.id));
             }
             self.sequences.insert(rank.1, sequence);
-            if !admitted {
-                return;
+            match admission {
+                Admission::Placed => {}
+                Admission::Coming => (coming, after) = (coming + 1, Bound::Excluded(rank)),
+                Admission::NoRoom => return,
             }
         }
     }
 
     /// Takes a slot and pages for everything known of a sequence; all or nothing.
-    fn give_place(&mut self, sequence: &mut Sequence) -> bool {
+    fn give_place(&mut self, sequence: &mut Sequence) -> Admission {
         let len = sequence.tokens.len();
         // A page to spare for each running sequence, so that none is pushed out at once.
         let spare = self.running.len();
         match std::mem::take(&mut sequence.swapped) {
             Swapped::Saving => {
                 sequence.swapped = Swapped::Saving;
-                false
+                Admission::NoRoom
             }
             Swapped::Saved(state) => {
                 if self.restore_swapped(sequence, &state, spare) {
                     self.swapped_bytes -= self.swapped_size(&state);
-                    return true;
+                    return Admission::Placed;
                 }
                 sequence.swapped = Swapped::Saved(state);
-                false
+                Admission::NoRoom
             }
             Swapped::No => {
                 if sequence.wants_prompt_logprobs() {
                     sequence.prompt_logprobs.clear();
                 }
-                let (hit, shared) = self.find_prefix(sequence);
+                let (hit, shared) = match self.find_prefix(sequence) {
+                    Prefix::Ready(hit, shared) => (hit, shared),
+                    Prefix::Coming => return Admission::Coming,
+                };
                 let cut = hit.as_ref().map_or(0, |found| found.hit.cut);
                 let wanted = self.shape.pages_for(len + 1);
                 let Some((slot, pages)) = self.take_place(wanted, hit.as_ref(), spare) else {
-                    return false;
+                    return Admission::NoRoom;
                 };
+                sequence.stored = Default::default();
                 self.open(sequence, slot);
                 if !sequence.started {
                     sequence.usage.cached_tokens = cut;
@@ -79,11 +101,12 @@ impl Scheduler {
                     served: 0,
                     base: cut,
                     window_from: 0,
-                    complete_from: 0,
+                    // The snapshot promises no more than the cut.
+                    complete_from: cut,
                     stops,
                     written: cut,
                 });
-                true
+                Admission::Placed
             }
         }
     }
@@ -171,104 +194,6 @@ impl Scheduler {
         place
     }
 
-    /// Plans the copies that a hit needs. Returns the sequence's pages: the shared ones, then fresh
-    /// ones, of which the first takes the open page.
-    fn load_hit(&mut self, found: &Found, slot: u32, fresh: Vec<u32>) -> Vec<u32> {
-        let hit = &found.hit;
-        let mut fresh = fresh.into_iter();
-        let mut pages = Vec::new();
-        let mut loads = Vec::new();
-        for (index, place) in hit.pages.iter().enumerate() {
-            match place {
-                Cached::Device(page) => pages.push(*page),
-                Cached::Stored(key) => {
-                    let Some(page) = fresh.next() else { break };
-                    if let Some(bytes) = found.page(key) {
-                        loads.push(Op::LoadPage { bytes, page });
-                    }
-                    if let Some(prefix) = &mut self.prefix {
-                        prefix.loaded(hit, index, page, &mut self.pools);
-                    }
-                    pages.push(page);
-                }
-            }
-        }
-        pages.extend(fresh);
-        let open = pages.get(hit.pages.len()).copied();
-        // Copies first: a load may go to a page that the cache has just given up.
-        if let (Some(Cached::Device(from)), Some(to)) = (hit.open, open) {
-            self.ops.push(Op::CopyPage { from, to });
-        }
-        match hit.state {
-            Cached::Device(from) => self.ops.push(Op::CopySlot { from, to: slot }),
-            Cached::Stored(_) => {
-                if let Some(state) = &found.state {
-                    // The state brings its open page along, unless the cut lies before it.
-                    let own = hit.open == Some(hit.state);
-                    let mut state = state.clone();
-                    if !own && !state.pages.is_empty() {
-                        let (position, slot) = (state.position, state.slot.clone());
-                        state = Arc::new(Snapshot { position, slot, pages: Vec::new() });
-                    }
-                    let to = open.filter(|_| own).into_iter().collect();
-                    self.ops.push(Op::LoadState { state, slot, pages: to });
-                }
-            }
-        }
-        if let (Some(Cached::Stored(key)), Some(page)) = (hit.open, open)
-            && let Some(bytes) = found.page(&key)
-        {
-            loads.push(Op::LoadPage { bytes, page });
-        }
-        self.ops.extend(loads);
-        pages
-    }
-
-    /// The longest usable prefix of a sequence, with what of it lies in the lower tiers; and how
-    /// many tokens some earlier text shares with it.
-    fn find_prefix(&mut self, sequence: &Sequence) -> (Option<Found>, usize) {
-        let Some(prefix) = &mut self.prefix else { return (None, 0) };
-        if sequence.wants_prompt_logprobs() {
-            return (None, 0);
-        }
-        let len = sequence.tokens.len();
-        let longest = match self.shape.prefill {
-            PrefillMode::Off | PrefillMode::Exact => len - 1,
-            // What the decoder keeps depends on where the prompt ends.
-            PrefillMode::Compact | PrefillMode::Mask => {
-                sequence.prompt_len.saturating_sub(self.shape.keep)
-            }
-        };
-        loop {
-            let lookup = prefix.lookup(sequence.salt.as_deref(), &sequence.tokens, longest);
-            let Some(hit) = lookup.hit else { return (None, lookup.shared) };
-            let mut found = Found { hit, pages: Vec::new(), state: None };
-            let mut missing = Vec::new();
-            for place in found.hit.pages.iter().chain(&found.hit.open) {
-                if let Cached::Stored(key) = place
-                    && *place != found.hit.state
-                {
-                    match self.tiers.page(key, self.shape.page_bytes) {
-                        Some(bytes) => found.pages.push((*key, bytes)),
-                        None => missing.push(*key),
-                    }
-                }
-            }
-            if let Cached::Stored(key) = found.hit.state {
-                let pages = usize::from(found.hit.open == Some(found.hit.state));
-                let (slot, page) = (self.shape.slot_bytes, self.shape.page_bytes);
-                found.state = self.tiers.state(&key, slot, page).filter(|s| s.pages.len() >= pages);
-                if found.state.is_none() {
-                    missing.push(key);
-                }
-            }
-            if missing.is_empty() {
-                return (Some(found), lookup.shared);
-            }
-            missing.iter().for_each(|key| prefix.forget(key, &mut self.pools));
-        }
-    }
-
     /// Where chunks must end, ascending: at the end of what is known; where the text leaves earlier
     /// ones, if a snapshot there saves the next visitor something; and where the decoder's part of
     /// a compact prompt begins.
@@ -295,19 +220,6 @@ impl Scheduler {
         }
         stops.push(len);
         stops
-    }
-}
-
-/// A hit, and what of it lies in the lower tiers.
-struct Found {
-    hit: Hit,
-    pages: Vec<(Key, Arc<Vec<u8>>)>,
-    state: Option<Arc<Snapshot>>,
-}
-
-impl Found {
-    fn page(&self, key: &Key) -> Option<Arc<Vec<u8>>> {
-        self.pages.iter().find(|(k, _)| k == key).map(|(_, bytes)| bytes.clone())
     }
 }
 

@@ -1,9 +1,11 @@
 //! Taking a step's results in.
 
 use super::Scheduler;
+use crate::cache::tiers::Entry;
 use crate::request::{FinishReason, RequestError};
 use crate::work::{Done, SaveName, SequenceDone, SequenceWork};
 use deepinfer_device::ops::ABSENT;
+use std::sync::Arc;
 
 /// What a sequence's new tokens mean for it.
 enum Outcome {
@@ -17,22 +19,12 @@ impl Scheduler {
     pub fn commit(&mut self, done: Done) {
         let Some(step) = self.in_flight.pop_front() else { return };
         for (key, bytes) in done.pages {
-            if self.tiers.put_page(key, bytes)
-                && let Some(prefix) = &mut self.prefix
-            {
-                prefix.set_stored(&key);
-            }
+            self.take_stored(key, Entry::Page(Arc::new(bytes)));
         }
         for (name, state) in done.states {
             match name {
                 SaveName::Swap(id) => self.saved(id, state),
-                SaveName::Prefix(key) => {
-                    if self.tiers.put_state(key, state)
-                        && let Some(prefix) = &mut self.prefix
-                    {
-                        prefix.set_stored(&key);
-                    }
-                }
+                SaveName::Prefix(key) => self.take_stored(key, Entry::State(Arc::new(state))),
             }
         }
         let (mut decode, mut drafting) = (0, 0);

@@ -28,7 +28,8 @@ impl Scheduler {
     }
 
     /// Enters the first `end` tokens of a sequence into the prefix cache, with a snapshot that can
-    /// be cut from `lowest` on; without one if there is no such cut.
+    /// be cut from `lowest` on; without one if there is no such cut. What the lower tiers are told
+    /// to expect counts as stored at once: the device may drop its copy before theirs is there.
     fn remember(&mut self, id: RequestId, end: usize, lowest: usize) {
         let Some(prefix) = &mut self.prefix else { return };
         let Some(sequence) = self.sequences.get(&id) else { return };
@@ -42,6 +43,7 @@ impl Scheduler {
             self.ops.push(Op::CopySlot { from: place.slot, to: slot });
             if keep {
                 self.tiers.expect(snapshot.description);
+                prefix.set_stored(&key);
                 let pages = snapshot.open.into_iter().collect();
                 self.ops.push(Op::SaveState { name: SaveName::Prefix(key), slot, pages });
             }
@@ -49,6 +51,7 @@ impl Scheduler {
         for (description, page) in added.pages.into_iter().filter(|_| keep) {
             let key = description.key;
             self.tiers.expect(description);
+            prefix.set_stored(&key);
             self.ops.push(Op::SavePage { key, page });
         }
     }

@@ -2,16 +2,17 @@
 //!
 //! A file is a magic number, the length of a header (little-endian u32), the header (JSON), the
 //! payload, and the sha256 of everything before. Files are written under another name and renamed,
-//! so readers see whole files only. A thread does the writing.
+//! so readers see whole files only. A thread does the reading and writing, in the order in which it
+//! was told.
 
 use super::Entry;
 use crate::cache::Snapshot;
 use crate::cache::prefix::{Description, Key, PrefixIndex};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -35,10 +36,15 @@ struct Header {
 }
 
 enum Message {
-    Write(PathBuf, Vec<u8>),
+    /// The file's beginning, up to the payload, and the payload.
+    Write(PathBuf, Vec<u8>, Entry),
+    Read(PathBuf, Key),
     Remove(PathBuf),
     Flush(SyncSender<()>),
 }
+
+/// An entry that was read; `None` if it was missing or damaged.
+type Loaded = (Key, Option<Entry>);
 
 /// A directory of entries.
 pub struct Disk {
@@ -50,26 +56,34 @@ pub struct Disk {
     files: HashMap<Key, u64>,
     order: VecDeque<Key>,
     found: Vec<Description>,
-    writer: Option<(Sender<Message>, JoinHandle<()>)>,
+    /// Entries that are being read.
+    reading: HashSet<Key>,
+    loaded: Receiver<Loaded>,
+    thread: Option<(Sender<Message>, JoinHandle<()>)>,
 }
 
 impl Disk {
     /// Opens a directory, and makes it if need be. Reads the headers of its files.
     pub fn open(dir: &Path, limit: u64, identity: &[u8]) -> io::Result<Self> {
         fs::create_dir_all(dir)?;
-        let (sender, receiver) = channel();
-        let writer = std::thread::Builder::new()
+        let (sender, messages) = channel();
+        let (done, loaded) = channel();
+        let identity = hex(&Sha256::digest(identity));
+        let own = identity.clone();
+        let thread = std::thread::Builder::new()
             .name("prefix-disk".into())
-            .spawn(move || write_files(&receiver))?;
+            .spawn(move || work_on_files(&own, &messages, &done))?;
         let mut disk = Self {
             dir: dir.to_owned(),
-            identity: hex(&Sha256::digest(identity)),
+            identity,
             limit,
             bytes: 0,
             files: HashMap::new(),
             order: VecDeque::new(),
             found: Vec::new(),
-            writer: Some((sender, writer)),
+            reading: HashSet::new(),
+            loaded,
+            thread: Some((sender, thread)),
         };
         disk.scan()?;
         Ok(disk)
@@ -124,13 +138,10 @@ impl Disk {
 
     /// Takes an entry in; a thread writes it. The oldest ones make room.
     pub fn put(&mut self, description: Description, entry: Entry) {
-        if self.files.contains_key(&description.key) && description.lowest.is_none() {
-            return;
-        }
-        let Some(file) = encode(&self.identity, &description, &entry) else { return };
+        let Some(head) = head(&self.identity, &description, &entry) else { return };
         let key = description.key;
-        self.note(key, file.len() as u64);
-        self.send(Message::Write(self.path(&key), file));
+        self.note(key, (head.len() + entry.bytes() + DIGEST) as u64);
+        self.send(Message::Write(self.path(&key), head, entry));
         while self.bytes > self.limit {
             let Some(oldest) = self.order.pop_front() else { return };
             self.bytes -= self.files.remove(&oldest).unwrap_or(0);
@@ -138,24 +149,34 @@ impl Disk {
         }
     }
 
-    /// Reads an entry. One that is damaged is removed.
-    pub fn get(&mut self, key: &Key) -> Option<Entry> {
-        self.files.get(key)?;
-        let path = self.path(key);
-        let entry = fs::read(&path).ok().and_then(|file| decode(&self.identity, key, &file));
-        if entry.is_none() {
-            self.bytes -= self.files.remove(key).unwrap_or(0);
-            self.order.retain(|k| k != key);
-            self.send(Message::Remove(path));
+    /// Asks for an entry, which [`Disk::loaded`] will return. Returns false if there is none.
+    pub fn request(&mut self, key: &Key) -> bool {
+        if !self.files.contains_key(key) {
+            return false;
         }
-        entry
+        self.reading.contains(key)
+            || self.send(Message::Read(self.path(key), *key)) && self.reading.insert(*key)
     }
 
-    /// Waits until all writing is done.
+    /// Entries that have been read since the last call. Damaged ones are removed.
+    pub fn loaded(&mut self) -> Vec<Loaded> {
+        let loaded: Vec<Loaded> = self.loaded.try_iter().collect();
+        for (key, entry) in &loaded {
+            self.reading.remove(key);
+            if entry.is_none() {
+                self.bytes -= self.files.remove(key).unwrap_or(0);
+                self.order.retain(|k| k != key);
+                self.send(Message::Remove(self.path(key)));
+            }
+        }
+        loaded
+    }
+
+    /// Waits until everything told so far is done.
     pub fn flush(&mut self) {
         let (done, wait) = sync_channel(1);
         self.send(Message::Flush(done));
-        // An error means that the writer is gone, and with it the reason to wait.
+        // An error means that the thread is gone, and with it the reason to wait.
         let _ = wait.recv();
     }
 
@@ -163,32 +184,36 @@ impl Disk {
         self.dir.join(format!("{}.prefix", hex(key)))
     }
 
-    fn send(&self, message: Message) {
-        if let Some((writer, _)) = &self.writer {
-            // The writer ends only with us; if it died, the entries are misses.
-            let _ = writer.send(message);
-        }
+    /// Returns false if the thread has ended, which it does only with us: its entries are misses.
+    fn send(&self, message: Message) -> bool {
+        self.thread.as_ref().is_some_and(|(thread, _)| thread.send(message).is_ok())
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
-        if let Some((sender, writer)) = self.writer.take() {
+        if let Some((sender, thread)) = self.thread.take() {
             drop(sender);
-            let _ = writer.join();
+            let _ = thread.join();
         }
     }
 }
 
-fn write_files(messages: &Receiver<Message>) {
+fn work_on_files(identity: &str, messages: &Receiver<Message>, loaded: &Sender<Loaded>) {
     for message in messages {
         match message {
-            Message::Write(path, file) => {
+            Message::Write(path, head, entry) => {
                 let partial = path.with_extension(format!("{}.part", std::process::id()));
                 // What cannot be written is a miss later.
-                if fs::write(&partial, file).and_then(|()| fs::rename(&partial, &path)).is_err() {
+                let written = write_file(&partial, &head, &entry);
+                if written.and_then(|()| fs::rename(&partial, &path)).is_err() {
                     let _ = fs::remove_file(&partial);
                 }
+            }
+            Message::Read(path, key) => {
+                let entry = fs::read(&path).ok().and_then(|file| decode(identity, &key, &file));
+                // Nobody waits for it if that fails.
+                let _ = loaded.send((key, entry));
             }
             Message::Remove(path) => {
                 let _ = fs::remove_file(path);
@@ -200,13 +225,21 @@ fn write_files(messages: &Receiver<Message>) {
     }
 }
 
-fn encode(identity: &str, description: &Description, entry: &Entry) -> Option<Vec<u8>> {
-    let (position, parts): (u32, Vec<&[u8]>) = match entry {
-        Entry::Page(bytes) => (0, vec![bytes.as_slice()]),
-        Entry::State(state) => {
-            let pages = state.pages.iter().map(Vec::as_slice);
-            (state.position, std::iter::once(state.slot.as_slice()).chain(pages).collect())
-        }
+fn write_file(path: &Path, head: &[u8], entry: &Entry) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    let mut digest = Sha256::new();
+    for part in std::iter::once(head).chain(entry.parts()) {
+        digest.update(part);
+        file.write_all(part)?;
+    }
+    file.write_all(&digest.finalize())
+}
+
+/// A file up to its payload.
+fn head(identity: &str, description: &Description, entry: &Entry) -> Option<Vec<u8>> {
+    let position = match entry {
+        Entry::Page(_) => 0,
+        Entry::State(state) => state.position,
     };
     let header = Header {
         identity: identity.to_owned(),
@@ -216,16 +249,13 @@ fn encode(identity: &str, description: &Description, entry: &Entry) -> Option<Ve
         tokens: description.tokens.to_vec(),
         lowest: description.lowest,
         position,
-        parts: parts.iter().map(|part| part.len()).collect(),
+        parts: entry.parts().map(<[u8]>::len).collect(),
     };
     let header = serde_json::to_vec(&header).ok()?;
-    let mut file = MAGIC.to_vec();
-    file.extend_from_slice(&(header.len() as u32).to_le_bytes());
-    file.extend_from_slice(&header);
-    parts.iter().for_each(|part| file.extend_from_slice(part));
-    let digest = Sha256::digest(&file);
-    file.extend_from_slice(&digest);
-    Some(file)
+    let mut head = MAGIC.to_vec();
+    head.extend_from_slice(&(header.len() as u32).to_le_bytes());
+    head.extend_from_slice(&header);
+    Some(head)
 }
 
 fn decode(identity: &str, key: &Key, file: &[u8]) -> Option<Entry> {
@@ -309,6 +339,19 @@ mod tests {
         Description { key: [key; 16], parent: [9; 16], tokens, lowest, at_root: true }
     }
 
+    /// Reads one entry and waits for it.
+    fn read(disk: &mut Disk, key: &Key) -> Option<Entry> {
+        if !disk.request(key) {
+            return None;
+        }
+        disk.flush();
+        let mut loaded = disk.loaded();
+        assert_eq!(loaded.len(), 1);
+        let (found, entry) = loaded.remove(0);
+        assert_eq!(found, *key);
+        entry
+    }
+
     fn state() -> Snapshot {
         Snapshot { position: 7, slot: vec![1, 2, 3], pages: vec![vec![4; 5]] }
     }
@@ -322,12 +365,12 @@ mod tests {
         drop(disk);
         let mut disk = Disk::open(dir.path(), 1 << 20, b"me").expect("opens");
         assert_eq!(disk.found.len(), 2);
-        let page = disk.get(&[1; 16]);
+        let page = read(&mut disk, &[1; 16]);
         assert!(matches!(page, Some(Entry::Page(bytes)) if *bytes == vec![5; 100]));
-        let found = disk.get(&[2; 16]);
+        let found = read(&mut disk, &[2; 16]);
         assert!(matches!(found, Some(Entry::State(s)) if *s == state()));
         let mut other = Disk::open(dir.path(), 1 << 20, b"another").expect("opens");
-        assert!(other.found.is_empty() && other.get(&[1; 16]).is_none());
+        assert!(other.found.is_empty() && read(&mut other, &[1; 16]).is_none());
     }
 
     #[test]
@@ -337,8 +380,9 @@ mod tests {
         disk.put(description(1, None), Entry::Page(Arc::new(vec![5; 100])));
         disk.flush();
         fs::remove_file(disk.path(&[1; 16])).expect("is there");
-        assert!(disk.get(&[1; 16]).is_none());
+        assert!(read(&mut disk, &[1; 16]).is_none());
         assert_eq!(disk.bytes, 0);
+        assert!(!disk.request(&[1; 16]));
     }
 
     #[test]
@@ -349,10 +393,28 @@ mod tests {
             disk.put(description(key, None), Entry::Page(Arc::new(vec![5; 200])));
         }
         disk.flush();
-        assert!(disk.bytes <= 1500 && disk.get(&[5; 16]).is_some());
-        assert!(disk.get(&[1; 16]).is_none());
+        assert!(disk.bytes <= 1500 && read(&mut disk, &[5; 16]).is_some());
+        assert!(read(&mut disk, &[1; 16]).is_none());
+        disk.flush();
+        let sizes = fs::read_dir(dir.path()).expect("is there").flatten();
+        let sizes: u64 = sizes.filter_map(|file| Some(file.metadata().ok()?.len())).sum();
+        assert_eq!(sizes, disk.bytes);
         let files = fs::read_dir(dir.path()).expect("is there").count();
         assert_eq!(files, disk.files.len());
+    }
+
+    #[test]
+    fn an_entry_is_read_after_it_was_written() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut disk = Disk::open(dir.path(), 1 << 30, b"me").expect("opens");
+        for key in 1..100 {
+            disk.put(description(key, None), Entry::Page(Arc::new(vec![key; 100_000])));
+            assert!(disk.request(&[key; 16]) && disk.request(&[key; 16]));
+        }
+        disk.flush();
+        let loaded = disk.loaded();
+        assert_eq!(loaded.len(), 99);
+        assert!(loaded.iter().all(|(_, entry)| entry.is_some()));
     }
 
     proptest! {
@@ -360,7 +422,11 @@ mod tests {
         #[test]
         fn damage_is_found(at in 0usize..10_000, to in any::<u8>(), cut in any::<bool>()) {
             let entry = Entry::State(Arc::new(state()));
-            let file = encode("me", &description(1, Some(2)), &entry).expect("encodes");
+            let head = head("me", &description(1, Some(2)), &entry).expect("encodes");
+            let dir = tempfile::tempdir().expect("a directory");
+            let path = dir.path().join("file");
+            write_file(&path, &head, &entry).expect("can be written");
+            let file = fs::read(&path).expect("is there");
             let at = at % file.len();
             let mut damaged = file.clone();
             if cut { damaged.truncate(at) } else { damaged[at] = to }
