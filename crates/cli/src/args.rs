@@ -400,7 +400,8 @@ pub struct Batch {
     pub model: ModelArgs,
     /// Requests, one JSON object a line
     pub input: PathBuf,
-    /// Answers, one JSON object a line; ids that are there already are not run again
+    /// Answers, one JSON object a line; ids that are answered already are not run again, those that
+    /// failed are
     pub output: PathBuf,
     #[command(flatten)]
     pub engine: EngineArgs,
@@ -418,6 +419,9 @@ pub struct Eval {
     /// Folder with the tasks; without it, those inside this program
     #[arg(long, value_name = "DIR")]
     pub tasks: Option<PathBuf>,
+    /// How prompts are read: off, exact, compact or mask
+    #[arg(long, value_name = "MODE")]
+    pub prefill: Option<String>,
     #[command(flatten)]
     pub run: RunArgs,
     /// Print JSON

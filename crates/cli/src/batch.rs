@@ -1,7 +1,8 @@
 //! `deepinfer batch`: a file of requests in OpenAI's batch format.
 //!
 //! Every answer is written as a whole line as soon as it is there, so that a run that was cut off
-//! goes on where it ended: ids that have a line are not run again, half a line is cut away.
+//! goes on where it ended: ids that have an answer are not run again, half a line is cut away, and
+//! so are the errors of requests that are run again.
 
 mod answer;
 mod body;
@@ -31,10 +32,14 @@ struct Running {
 /// Runs all requests that have no answer yet.
 pub fn run(args: &Batch) -> Outcome {
     let lines = read_input(&args.input)?;
-    let (mut output, done) = open_output(&args.output)?;
+    let ids = lines.iter().map(Line::id).collect();
+    let Output { file: mut output, done, failed } = open_output(&args.output, &ids)?;
     let left: VecDeque<&Line> = lines.iter().filter(|line| !done.contains(line.id())).collect();
     if left.len() < lines.len() {
         eprintln!("{} of {} answers are there already", lines.len() - left.len(), lines.len());
+    }
+    if failed > 0 {
+        eprintln!("{failed} requests had failed and are run again");
     }
     let config = engine::many(&args.engine, &args.run)?;
     let engine = engine::start(&args.model, &config)?;
@@ -72,8 +77,18 @@ fn read_input(path: &Path) -> Outcome<Vec<Line>> {
     Ok(lines)
 }
 
-/// Opens the answers for appending. Returns the ids that have one.
-fn open_output(path: &Path) -> Outcome<(File, BTreeSet<String>)> {
+/// The file of answers.
+struct Output {
+    /// Open for appending.
+    file: File,
+    /// Ids that have an answer.
+    done: BTreeSet<String>,
+    /// How many errors were cut away.
+    failed: usize,
+}
+
+/// Opens the answers for appending. Errors of the requests `ids` are cut away.
+fn open_output(path: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> {
     let name = path.display();
     let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
     let mut file = open.with_context(|| format!("cannot write {name}"))?;
@@ -81,16 +96,15 @@ fn open_output(path: &Path) -> Outcome<(File, BTreeSet<String>)> {
     file.read_to_end(&mut text).with_context(|| format!("cannot read {name}"))?;
     // A crash may have left half a line.
     let whole = text.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
-    file.set_len(whole as u64).with_context(|| format!("cannot write {name}"))?;
-    file.seek(SeekFrom::End(0)).with_context(|| format!("cannot write {name}"))?;
-    let mut done = BTreeSet::new();
-    for (number, line) in text[..whole].split(|&b| b == b'\n').enumerate() {
-        if line.is_empty() {
-            continue;
-        }
-        match serde_json::from_slice::<serde_json::Value>(line) {
-            Ok(value) if value["custom_id"].is_string() => {
-                done.insert(value["custom_id"].as_str().unwrap_or_default().to_owned());
+    let (mut done, mut failed, mut kept) = (BTreeSet::new(), 0, Vec::new());
+    for (number, line) in text[..whole].split_inclusive(|&b| b == b'\n').enumerate() {
+        let value = serde_json::from_slice::<serde_json::Value>(line);
+        match value.ok().as_ref().map(|v| (v["custom_id"].as_str(), v["error"].is_null())) {
+            _ if line == b"\n" => {}
+            Some((Some(id), false)) if ids.contains(id) => failed += 1,
+            Some((Some(id), _)) => {
+                done.insert(id.to_owned());
+                kept.extend_from_slice(line);
             }
             _ => {
                 return Err(Failure::Usage(format!(
@@ -100,7 +114,19 @@ fn open_output(path: &Path) -> Outcome<(File, BTreeSet<String>)> {
             }
         }
     }
-    Ok((file, done))
+    if failed > 0 {
+        // The old file stays until the new one is whole.
+        let partial = path.with_extension("part");
+        std::fs::write(&partial, &kept)
+            .and_then(|()| std::fs::rename(&partial, path))
+            .with_context(|| format!("cannot write {name}"))?;
+        let open = OpenOptions::new().write(true).open(path);
+        file = open.with_context(|| format!("cannot write {name}"))?;
+    } else {
+        file.set_len(whole as u64).with_context(|| format!("cannot write {name}"))?;
+    }
+    file.seek(SeekFrom::End(0)).with_context(|| format!("cannot write {name}"))?;
+    Ok(Output { file, done, failed })
 }
 
 /// Keeps `at_once` requests under way and writes answers as they come. Returns how many failed.
@@ -183,12 +209,28 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("out.jsonl");
         std::fs::write(&path, "{\"custom_id\":\"a\"}\n{\"custom_id\":\"b\"").expect("it writes");
-        let (_, done) = open_output(&path).expect("it opens");
-        assert_eq!(done.into_iter().collect::<Vec<_>>(), ["a"]);
+        let output = open_output(&path, &BTreeSet::from(["a", "b"])).expect("it opens");
+        assert_eq!(output.done.into_iter().collect::<Vec<_>>(), ["a"]);
         let text = std::fs::read_to_string(&path).expect("it is there");
         assert_eq!(text, "{\"custom_id\":\"a\"}\n");
         std::fs::write(&path, "some text\n").expect("it writes");
-        assert!(open_output(&path).is_err());
+        assert!(open_output(&path, &BTreeSet::new()).is_err());
+    }
+
+    #[test]
+    fn errors_are_cut_away_where_the_request_is_run_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("out.jsonl");
+        let answer = "{\"custom_id\":\"a\",\"error\":null}\n";
+        let failed = "{\"custom_id\":\"b\",\"error\":{\"code\":\"x\"}}\n";
+        let other = "{\"custom_id\":\"z\",\"error\":{\"code\":\"x\"}}\n";
+        std::fs::write(&path, [answer, failed, other].concat()).expect("it writes");
+        let mut output = open_output(&path, &BTreeSet::from(["a", "b"])).expect("it opens");
+        assert_eq!(output.failed, 1);
+        assert!(output.done.contains("a") && !output.done.contains("b"));
+        output.file.write_all(b"end\n").expect("it writes");
+        let text = std::fs::read_to_string(&path).expect("it is there");
+        assert_eq!(text, [answer, other, "end\n"].concat());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `deepinfer chat`: a talk in the terminal.
 
+mod interrupt;
 mod prompt;
 
 use crate::args::Chat;
@@ -11,6 +12,7 @@ use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
 use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
 use deepinfer::request::{Event, FinishReason, Request};
+use interrupt::Interrupt;
 use prompt::{Line, Prompt};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -21,6 +23,7 @@ const HELP: &str = "\
 /effort [E]      show or set how thoroughly to think: none, low, high, max or 1 to 100
 /save FILE       write the conversation as JSON
 /quit            leave (so does Ctrl-D)
+Ctrl-C stops an answer.
 A line that ends with \\ goes on in the next one. So does text between two lines of \"\"\".";
 
 /// Tokens that a talk may have.
@@ -41,6 +44,7 @@ struct Talk<'a> {
     template: ChatTemplate<'a>,
     effort: Effort,
     turns: Vec<Turn>,
+    interrupt: Interrupt,
 }
 
 /// Talks until the input ends.
@@ -55,7 +59,8 @@ pub fn run(args: &Chat) -> Outcome {
     };
     let engine = engine::start(&args.model, &config)?;
     let template = ChatTemplate::new(engine::tokenizer(&engine)?)?;
-    let mut talk = Talk { args, engine: &engine, template, effort, turns: Vec::new() };
+    let interrupt = Interrupt::new()?;
+    let mut talk = Talk { args, engine: &engine, template, effort, turns: Vec::new(), interrupt };
     talk.reset();
     let mut prompt = Prompt::new()?;
     if prompt.is_terminal() {
@@ -153,7 +158,9 @@ impl Talk<'_> {
         let tokenizer = engine::tokenizer(self.engine)?;
         let mut speech = Speech::new(tokenizer, self.effort.thinks());
         let mut printer = Printer::new(true);
-        let (completion, _) = follow(self.engine, &handle, prompt_tokens, &mut |event| {
+        let answering = self.interrupt.answering();
+        let stop = || answering.stopped();
+        let (completion, _) = follow(self.engine, &handle, prompt_tokens, &stop, &mut |event| {
             let Event::Tokens { tokens, .. } = event else { return Ok(()) };
             tokens.iter().try_for_each(|t| {
                 let piece = speech.push(t.id);
@@ -169,6 +176,14 @@ impl Talk<'_> {
         }
         let thinking = Some(speech.thinking).filter(|t| !t.is_empty());
         let content = speech.answer.trim_start().to_owned();
+        if completion.reason == Some(FinishReason::Aborted) {
+            eprintln!("(stopped)");
+            if content.is_empty() {
+                // Nothing was said that the talk could go on from.
+                self.turns.pop();
+                return Ok(());
+            }
+        }
         self.turns.push(Turn { role: "assistant", content, reasoning_content: thinking });
         Ok(())
     }

@@ -33,6 +33,8 @@ fn is_usage(error: &EngineError) -> bool {
         error,
         EngineError::Setting { .. }
             | EngineError::TooSmall { .. }
+            | EngineError::PoolTooSmall { .. }
+            | EngineError::TooFewPositions { .. }
             | EngineError::DraftLength { .. }
     )
 }

@@ -9,7 +9,7 @@ use crate::speech::Speech;
 use crate::{conversation, demo, engine, open, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
-use deepinfer::engine::{DraftMode, EngineConfig};
+use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode};
 use deepinfer::request::{Request, SamplingParams};
 use deepinfer::tokenizer::Tokenizer;
 use serde::Serialize;
@@ -21,6 +21,8 @@ use tasks::{Item, Score};
 #[derive(Serialize)]
 struct Report {
     suite: &'static str,
+    /// How prompts were read.
+    prefill: &'static str,
     tasks: Vec<TaskScore>,
     /// Drafts accepted a block, on the model's own text.
     mean_accepted: Option<f64>,
@@ -68,6 +70,7 @@ pub fn run(args: &Eval) -> Outcome {
         threads: args.run.threads.map(NonZeroUsize::get),
         draft: DraftMode::Off,
         kv_tokens: 1 << 17,
+        prefill: args.prefill.as_deref().map_or(Ok(PrefillMode::default()), engine::setting)?,
         ..EngineConfig::default()
     };
     let engine = engine::start(&args.model, &config)?;
@@ -117,6 +120,7 @@ pub fn run(args: &Eval) -> Outcome {
             Suite::Quick => "quick",
             Suite::Full => "full",
         },
+        prefill: config.prefill.name(),
         tasks,
         mean_accepted: drafts.as_ref().map(|d| d.mean_accepted),
         confidence_error: drafts.as_ref().map(|d| d.confidence_error),

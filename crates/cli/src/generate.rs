@@ -71,17 +71,18 @@ pub fn run(args: &Generate) -> Outcome {
         if handles.len() > 1 && !args.json {
             println!("{}--- {}", if i > 0 { "\n" } else { "" }, i + 1);
         }
-        let (completion, first) = follow(&engine, handle, prompt_tokens, &mut |event| {
-            let Event::Tokens { tokens, text } = event else { return Ok(()) };
-            match &mut speech {
-                None => printer.answer(text),
-                Some(speech) => tokens.iter().try_for_each(|t| {
-                    let piece = speech.push(t.id);
-                    printer.thinking(&piece.thinking)?;
-                    printer.answer(&piece.answer)
-                }),
-            }
-        })?;
+        let (completion, first) =
+            follow(&engine, handle, prompt_tokens, &|| false, &mut |event| {
+                let Event::Tokens { tokens, text } = event else { return Ok(()) };
+                match &mut speech {
+                    None => printer.answer(text),
+                    Some(speech) => tokens.iter().try_for_each(|t| {
+                        let piece = speech.push(t.id);
+                        printer.thinking(&piece.thinking)?;
+                        printer.answer(&piece.answer)
+                    }),
+                }
+            })?;
         let decode = start.elapsed().saturating_sub(first);
         if !args.json {
             printer.end()?;
@@ -154,12 +155,13 @@ fn input(args: &Generate) -> Outcome<Input> {
     }
 }
 
-/// Reads a request's events until it ends, with a progress bar while the prompt is read. Returns
-/// the whole completion and the time to its first token.
+/// Reads a request's events until it ends, with a progress bar while the prompt is read; once `stop`
+/// says so, it is given up. Returns the whole completion and the time to its first token.
 pub fn follow(
     engine: &Engine,
     handle: &RequestHandle,
     prompt_tokens: usize,
+    stop: &dyn Fn() -> bool,
     seen: &mut dyn FnMut(&Event) -> std::io::Result<()>,
 ) -> Outcome<(Completion, Duration)> {
     let start = Instant::now();
@@ -169,6 +171,9 @@ pub fn follow(
     let mut first = None;
     let mut completion = Completion::default();
     loop {
+        if stop() {
+            handle.abort();
+        }
         let Some(event) = handle.recv_timeout(Duration::from_millis(100)) else {
             if handle.is_done() {
                 break;

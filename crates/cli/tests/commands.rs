@@ -234,6 +234,61 @@ fn a_batch_goes_on_where_it_ended() {
         list
     };
     assert_eq!(answers(&text), answers(&resumed));
+
+    // What was refused is run again, and has one line.
+    let input = line("a", body) + &line("b", body) + &line("c", body);
+    std::fs::write(path("in"), input).expect("it writes");
+    assert!(batch().status.success());
+    let mended = std::fs::read_to_string(path("out")).expect("answers");
+    let parse = |l: &str| serde_json::from_str::<serde_json::Value>(l).expect("whole lines");
+    let mut ids: Vec<String> = mended.lines().map(|l| parse(l)["custom_id"].to_string()).collect();
+    ids.sort();
+    assert_eq!(ids, ["\"a\"", "\"b\"", "\"c\""]);
+    assert!(mended.lines().all(|l| parse(l)["error"].is_null()));
+}
+
+/// Ctrl-C stops an answer; the talk goes on.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_ends_the_answer_and_not_the_talk() {
+    use std::io::{Read, Write};
+    use std::process::Stdio;
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model").display().to_string();
+    // Room for an answer of minutes.
+    let made = run(&["synth", "--out", &model, "--preset", "tiny", "--positions", "60000"]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let mut talk = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
+        .args(["chat", "--model", &model, "--ignore-eos", "--effort", "none"])
+        .env("XDG_DATA_HOME", folder.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut input = talk.stdin.take().expect("a pipe");
+    let mut output = talk.stdout.take().expect("a pipe");
+    let interrupt = |id: u32| {
+        let sent = Command::new("kill").args(["-INT", &id.to_string()]).status();
+        assert!(sent.expect("kill starts").success());
+    };
+    let mut begun = [0; 16];
+    for _ in 0..2 {
+        input.write_all(b"hello\n").expect("it listens");
+        output.read_exact(&mut begun).expect("an answer begins");
+        interrupt(talk.id());
+        // What is left of the answer is read until the program waits for the next line.
+    }
+    input.write_all(b"/effort\n/quit\n").expect("it listens");
+    let mut rest = String::new();
+    let mut bytes = Vec::new();
+    output.read_to_end(&mut bytes).expect("it ends");
+    rest.push_str(&String::from_utf8_lossy(&bytes));
+    let end = talk.wait_with_output().expect("it ends");
+    let errors = String::from_utf8_lossy(&end.stderr);
+    assert!(end.status.success(), "{errors}");
+    assert!(rest.contains("effort none"), "the talk went on: {errors}");
+    assert_eq!(errors.matches("(stopped)").count(), 2, "{errors}");
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! A request on its way through the engine.
 
 use crate::cache::Snapshot;
-use crate::grammar::{CompileError, Grammar, Pending};
 use crate::cache::prefix::Key;
 use crate::cache::tiers::Entry;
+use crate::grammar::{CompileError, Grammar, Pending};
 use crate::output::OutputText;
 use crate::request::{
     Event, EventSink, FinishReason, RequestError, RequestId, SamplingParams, Token, TokenLogprobs,

@@ -2,9 +2,10 @@
 
 use deepinfer::cache::{CacheFormat, Caches};
 use deepinfer::checkpoint::{Checkpoint, Source};
+use deepinfer::config::ModelConfig;
 use deepinfer::engine::{DraftMode, EngineConfig, EngineError};
 use deepinfer::plan_memory::MemoryPlan;
-use deepinfer::schedule::geometry;
+use deepinfer::schedule::{Shape, geometry};
 use deepinfer_device::cpu::Cpu;
 use std::path::Path;
 
@@ -74,7 +75,10 @@ fn settings_that_cannot_work_together_are_refused() {
     assert_eq!(too_small(refused(|c| c.max_batch_tokens = 16)), "max_batch_tokens");
     assert_eq!(too_small(refused(|c| c.max_seqs = 0)), "max_seqs");
     assert_eq!(too_small(refused(|c| c.prefill_chunk = 0)), "prefill_chunk");
-    assert_eq!(too_small(refused(|c| c.kv_tokens = 100)), "kv_tokens");
+    assert!(matches!(
+        refused(|c| c.kv_tokens = 100),
+        EngineError::PoolTooSmall { value: 100, least: 128, page_tokens: 128, .. }
+    ));
     assert_eq!(
         too_small(refused(|c| {
             c.prefill = deepinfer::engine::PrefillMode::Compact;
@@ -82,4 +86,34 @@ fn settings_that_cannot_work_together_are_refused() {
         })),
         "keep_tokens"
     );
+}
+
+/// What is odd about a checkpoint is named, not what follows from it.
+#[test]
+fn odd_checkpoints_are_refused_with_the_reason() {
+    let refused = |kv_tokens, change: fn(&mut serde_json::Value)| {
+        let mut config: serde_json::Value =
+            serde_json::from_str(&checkpoint().config().to_json()).expect("it is JSON");
+        change(&mut config["text_config"]);
+        let model = ModelConfig::from_json(config.to_string().as_bytes()).expect("it is valid");
+        let settings = EngineConfig { kv_tokens, ..EngineConfig::default() };
+        Shape::new(&model, &settings, &[]).expect_err("is refused").to_string()
+    };
+    let ratio = refused(4000, |text| {
+        for ratio in text["compress_ratios"].as_array_mut().expect("ratios") {
+            if *ratio == 2 {
+                *ratio = 4093.into();
+            }
+        }
+    });
+    for part in ["kv_tokens is 4000", "at least 4093", "compression ratio"] {
+        assert!(ratio.contains(part), "{ratio}");
+    }
+    let block = refused(65_536, |text| {
+        text["dspark_block_size"] = 60.into();
+        text["max_position_embeddings"] = 100.into();
+    });
+    for part in ["100 positions", "122", "draft"] {
+        assert!(block.contains(part), "{block}");
+    }
 }

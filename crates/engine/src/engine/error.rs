@@ -30,6 +30,33 @@ pub enum EngineError {
         /// The least that works.
         least: usize,
     },
+    /// A pool that holds no sequence.
+    #[error(
+        "kv_tokens is {value}; it must be at least {least}: a page holds {page_tokens} tokens (whole \
+         groups of every compression ratio of the checkpoint), and beside its own a sequence needs \
+         room for {slack}, which drafts may take"
+    )]
+    PoolTooSmall {
+        /// What was given.
+        value: usize,
+        /// The least that works.
+        least: usize,
+        /// Tokens in a page.
+        page_tokens: usize,
+        /// Positions that a sequence may need past its end.
+        slack: usize,
+    },
+    /// A checkpoint that has no room for drafts.
+    #[error(
+        "the checkpoint has {positions} positions, but drafts take {slack} of them and a request at \
+         least 2; draft fewer tokens"
+    )]
+    TooFewPositions {
+        /// Of the checkpoint.
+        positions: usize,
+        /// Positions that a sequence may need past its end.
+        slack: usize,
+    },
     /// More drafts than the checkpoint can make.
     #[error("cannot draft {wanted} tokens ahead: the checkpoint drafts blocks of at most {block}")]
     DraftLength {

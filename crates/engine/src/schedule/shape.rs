@@ -105,9 +105,15 @@ impl Shape {
         let pages = config.kv_tokens / page_tokens;
         // Steps in flight may run past the end of a sequence that they finish.
         let slack = 2 * (drafts + 1);
-        let most = (pages * page_tokens).saturating_sub(slack);
-        let most = most.min(text.max_position_embeddings.saturating_sub(slack));
-        at_least("kv_tokens", most, 2)?;
+        let (positions, value) = (text.max_position_embeddings, config.kv_tokens);
+        if positions < slack + 2 {
+            return Err(EngineError::TooFewPositions { positions, slack });
+        }
+        let least = (slack + 2).next_multiple_of(page_tokens);
+        if value < least {
+            return Err(EngineError::PoolTooSmall { value, least, page_tokens, slack });
+        }
+        let most = (pages * page_tokens).min(positions) - slack;
         let max_tokens = config.max_seq_tokens.map_or(most, |limit| limit.min(most));
         at_least("max_seq_tokens", max_tokens, 2)?;
         let identity = [
