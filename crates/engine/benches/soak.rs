@@ -1,75 +1,69 @@
-//! Random requests, aborts and a pool that is too small, for a while: every token must be the one
+//! Random requests, aborts and pools that are too small, for a while: every token must be the one
 //! that the request gives alone, and nothing may be left at the end.
 //!
 //! ```text
 //! cargo bench -p deepinfer --bench soak -- [SECONDS, default 600]
 //! ```
-//! A short form of it is a test (`tests/engine.rs`).
+//! A short form of it is a test (`tests/workload.rs`).
 
+#[path = "../tests/load/mod.rs"]
+mod load;
 #[path = "../tests/serve/mod.rs"]
 mod serve;
 
-use deepinfer::engine::{DraftMode, EngineConfig, PrefixCache};
+use load::{Served, check_empty, soak_configs};
 use serve::{Random, alone, engine, requests, small};
 use std::time::{Duration, Instant};
+
+/// Rounds, each with an engine of its own.
+const ROUNDS: usize = 12;
 
 fn main() {
     let argument = std::env::args().skip(1).find_map(|a| a.parse().ok());
     let seconds: u64 = argument.unwrap_or(600);
     let requests = requests(11, 60, 220);
     let expected = alone(&requests, &small());
-    let config = EngineConfig {
-        kv_tokens: 128 * 5,
-        draft: DraftMode::Fixed(3),
-        prefix_cache: PrefixCache::Host,
-        host_cache_bytes: 4 << 20,
-        swap_bytes: 2 << 20,
-        ..small()
-    };
-    let engine = engine(&config);
+    let folder = tempfile::tempdir().expect("a directory");
+    let configs = soak_configs(&small(), folder.path());
     let mut random = Random(seconds);
-    let start = Instant::now();
-    let (mut running, mut checked, mut left) = (Vec::new(), 0, 0);
-    while start.elapsed() < Duration::from_secs(seconds) {
-        while running.len() < 24 {
-            let pick = random.below(requests.len());
-            let patience = (random.below(3) == 0).then(|| random.below(20));
-            let handle = engine.submit(requests[pick].clone()).expect("the queue has room");
-            running.push((pick, handle, deepinfer::request::Completion::default(), patience));
-        }
-        running.retain_mut(|(pick, handle, completion, patience)| {
-            while let Some(event) = handle.try_recv() {
-                if completion.push(event).expect("requests do not fail") {
-                    assert_eq!(completion.tokens, expected[*pick].tokens, "request {pick}");
-                    checked += 1;
-                    return false;
-                }
-                if patience.is_some_and(|n| completion.tokens.len() >= n) {
-                    let whole = &expected[*pick].tokens;
-                    assert!(whole.starts_with(&completion.tokens), "request {pick}");
-                    left += 1;
-                    return false;
-                }
-            }
-            true
+    let (mut all, mut first_memory) = (Served::default(), None);
+    for round in 0..ROUNDS {
+        let (config, name) = &configs[round % configs.len()];
+        let engine = engine(config);
+        let end = Instant::now() + Duration::from_secs_f64(seconds as f64 / ROUNDS as f64);
+        let served = load::serve(&engine, &requests, &expected, 24, &mut random, name, |random| {
+            (Instant::now() < end).then(|| random.below(requests.len()))
         });
-        std::thread::sleep(Duration::from_millis(1));
+        check_empty(&engine, name);
+        let metrics = engine.metrics();
+        println!(
+            "{name}: {} requests right, {} left early, {} swapped out, {} computed again, {} of {} \
+             prompt tokens cached",
+            served.right,
+            served.left,
+            metrics.swapped.get(),
+            metrics.recomputed.get(),
+            metrics.cached_tokens.get(),
+            metrics.prompt_tokens.get(),
+        );
+        (all.right, all.left) = (all.right + served.right, all.left + served.left);
+        drop(engine);
+        // After each kind of engine has been there once.
+        if round + 1 == configs.len() {
+            first_memory = resident_kb();
+        }
     }
-    drop(running);
-    let mut held = engine.held().expect("the engine runs");
-    while held.sequences > 0 {
-        std::thread::sleep(Duration::from_millis(5));
-        held = engine.held().expect("the engine runs");
+    let memory = first_memory.zip(resident_kb());
+    println!("{seconds} s: {} requests right, {} left early", all.right, all.left);
+    if let Some((before, after)) = memory {
+        println!("resident memory: {before} kB after three rounds, {after} kB at the end");
+        assert!(after < before + before / 4 + (32 << 10), "memory grows");
     }
-    engine.clear_prefix_cache();
-    assert_eq!(engine.held(), Some(Default::default()), "nothing is left");
-    let metrics = engine.metrics();
-    println!(
-        "{seconds} s: {checked} requests right, {left} left early, {} swapped out, {} computed \
-         again, {} of {} prompt tokens cached",
-        metrics.swapped.get(),
-        metrics.recomputed.get(),
-        metrics.cached_tokens.get(),
-        metrics.prompt_tokens.get(),
-    );
+}
+
+/// Memory of this process, where the system says.
+fn resident_kb() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.trim().trim_end_matches(" kB").parse().ok()
 }

@@ -26,6 +26,10 @@ pub struct PlanSequence {
     pub decoder_from: u32,
     /// Decoder windows reach back to this position at most: earlier ring rows were never written.
     pub decoder_window_from: u32,
+    /// Rows at this position and later come out as if every row ran every layer. Of earlier ones,
+    /// a decoder layer runs those that these depend on: see [`PlanSequence::rows_from`]. With 0,
+    /// every layer runs them all.
+    pub complete_from: u32,
     /// Rows (counted from `start`) whose logits are wanted; they must run the decoder. Ascending.
     pub outputs: Vec<u32>,
 }
@@ -36,9 +40,21 @@ impl PlanSequence {
         self.start + self.tokens.len() as u32
     }
 
-    /// How many rows run the decoder layers.
+    /// How many rows go on into the decoder layers.
     pub fn kept_rows(&self) -> usize {
         (self.end() - self.decoder_from.clamp(self.start, self.end())) as usize
+    }
+
+    /// First position whose row a decoder layer runs, and how far windows reach back in it. `above`
+    /// counts the decoder layers from this one to the last: each of them reads its keys through a
+    /// window of `window` positions, so as many times `window - 1` rows before `complete_from`
+    /// matter.
+    pub fn rows_from(&self, above: u32, window: u32) -> (u32, u32) {
+        let reach = above.saturating_mul(window.saturating_sub(1));
+        match self.complete_from.saturating_sub(reach) {
+            from if from > self.decoder_from => (from, from),
+            _ => (self.decoder_from, self.decoder_window_from),
+        }
     }
 }
 

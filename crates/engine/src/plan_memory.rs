@@ -164,8 +164,8 @@ fn scratch_bytes(c: &TextConfig, shape: &Shape) -> u64 {
         + 8 * c.head_dim
         + 4 * c.index_head_dim
         + c.index_n_heads * (c.index_head_dim + 1)
-        + c.index_topk
-        + c.candidate_topk_blocks
+        + 2 * c.index_topk
+        + 2 * c.candidate_topk_blocks
         + c.o_groups * c.o_lora_rank
         + experts
         + 4 * c.num_experts_per_tok.max(c.dspark_num_experts_per_tok)

@@ -2,6 +2,7 @@
 //! neighbours, threads, rejected drafts, or having been saved and restored.
 
 mod common;
+mod modes;
 
 use common::{FORMATS, all, bits, random_tokens, run_chunks, session};
 use deepinfer::model::NoProbe;
@@ -163,4 +164,28 @@ fn a_fork_shares_nothing_that_changes() {
         let clean = run_chunks(&mut session(format, 1, 1), 0, &tokens, 140);
         assert_eq!(rest, clean[131..], "{format:?}");
     }
+}
+
+#[test]
+fn prefill_modes_agree_in_pairs() {
+    for format in FORMATS {
+        modes::check_random(&mut session(format, 1, 2), 15, 250, VOCAB, "tiny-a");
+    }
+}
+
+/// With windows of 8 and three decoder layers, a prompt of 200 tokens costs the decoder 22, 15 and 8
+/// rows in place of 600.
+#[test]
+fn the_decoder_runs_the_rows_that_matter() {
+    let tokens = random_tokens(12, 200, VOCAB);
+    let mut s = session(FORMATS[0], 1, 2);
+    let mut rows = modes::RowCount::default();
+    modes::read(&mut s, &tokens, &[], &[64], modes::Mode::Exact, 199, &mut rows);
+    assert_eq!(rows.attention[5..], [22, 15, 8]);
+    let mut rows = modes::RowCount::default();
+    modes::read(&mut s, &tokens, &[], &[64], modes::Mode::Off, 199, &mut rows);
+    assert_eq!(rows.attention[5..], [200; 3]);
+    let mut rows = modes::RowCount::default();
+    modes::read(&mut s, &tokens, &[], &[64], modes::Mode::Compact(14), 199, &mut rows);
+    assert_eq!(rows.attention[5..], [14; 3]);
 }

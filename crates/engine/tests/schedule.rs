@@ -34,6 +34,8 @@ struct Case {
     turn: bool,
     /// Continuations of the prompt.
     samples: usize,
+    /// Has the prompt of the one before, but for a token so far from its end (0: for none).
+    twist: Option<usize>,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -47,26 +49,28 @@ fn case() -> impl Strategy<Value = Case> {
     let patience = proptest::option::weighted(0.2, 0usize..30);
     let turn = proptest::bool::weighted(0.3);
     let samples = prop_oneof![3 => Just(1usize), 1 => 2usize..5];
+    let twist = proptest::option::weighted(0.3, 0usize..6);
     let numbers = (0u64..3, 1usize..20, 0i32..2, samples);
-    (prompt, numbers, any::<bool>(), 0usize..6, patience, turn).prop_map(
-        |(prompt, (seed, max_tokens, priority, samples), draft, wait, patience, turn)| Case {
-            prompt,
-            seed,
-            max_tokens,
-            priority,
-            draft,
-            wait,
-            patience,
-            turn,
-            samples,
+    let kind = (turn, twist);
+    (prompt, numbers, any::<bool>(), 0usize..6, patience, kind).prop_map(
+        |(prompt, numbers, draft, wait, patience, (turn, twist))| {
+            let (seed, max_tokens, priority, samples) = numbers;
+            Case { prompt, seed, max_tokens, priority, draft, wait, patience, turn, samples, twist }
         },
     )
 }
 
-/// Makes turns go on from the texts before them.
+/// Makes turns go on from the texts before them, and twists repeat the prompts before them.
 fn converse(cases: &mut [Case]) {
     for i in 1..cases.len() {
-        if cases[i].turn {
+        if let Some(back) = cases[i].twist {
+            let (mut prompt, seed) = (cases[i - 1].prompt.clone(), cases[i - 1].seed);
+            let at = prompt.len().checked_sub(back).filter(|&at| at < prompt.len());
+            if let Some(at) = at {
+                prompt[at] = 1 + prompt[at] % (VOCAB - 1);
+            }
+            cases[i] = Case { prompt, seed, ..cases[i].clone() };
+        } else if cases[i].turn {
             let before = &cases[i - 1];
             let mut prompt = [before.prompt.clone(), expected(before)].concat();
             prompt.extend(cases[i].prompt.iter().take(3));
@@ -261,6 +265,7 @@ fn many(prompt: usize, count: usize) -> Vec<Case> {
             patience: None,
             turn: false,
             samples: 1,
+            twist: None,
         })
         .collect()
 }

@@ -2,12 +2,13 @@
 //! other ratios, no drafts, no decoder, n-grams everywhere.
 
 mod common;
+mod modes;
 
 use common::{FORMATS, all, bits, load, random_tokens, run_chunks};
 use deepinfer::cache::CacheFormat;
 use deepinfer::config::ModelConfig;
 use deepinfer::model::{Model, NoProbe};
-use deepinfer::plan::{PlanSequence, StepPlan};
+use deepinfer::plan::StepPlan;
 use deepinfer::session::{GreedyDrafts, Session};
 use deepinfer::synth::{self, Options, Preset};
 use deepinfer_device::Device;
@@ -23,7 +24,6 @@ struct Shape {
     name: &'static str,
     cpu: Arc<Cpu>,
     model: Arc<Model<Cpu>>,
-    window: usize,
     /// Tokens of a draft block; 0 without drafts.
     block: usize,
 }
@@ -48,8 +48,7 @@ fn shape(name: &'static str, text: Value) -> Shape {
     let (cpu, model) = load(folder.path(), 2);
     let text = &model.config.text_config;
     let block = if text.num_nextn_predict_layers > 0 { text.dspark_block_size } else { 0 };
-    let window = text.sliding_window;
-    Shape { name, cpu, model, window, block }
+    Shape { name, cpu, model, block }
 }
 
 /// Groups of 3, pages of 129 tokens; two residual streams; nothing divides a block of 32.
@@ -211,31 +210,15 @@ fn a_restored_sequence_goes_on_with_the_same_bits() {
     }
 }
 
-/// A prompt whose decoder runs for the last rows only: as many as the windows of its layers reach.
+/// The decoder drops rows, layer by layer; what later tokens read does not change.
 #[test]
-fn rows_that_the_decoder_skips_change_nothing() {
-    let tokens = random_tokens(7, TOKENS, VOCAB);
+fn prefill_modes_agree_in_pairs() {
     for shape in shapes() {
-        let text = &shape.model.config.text_config;
-        let Some(start) = text.decoder_start() else { continue };
-        let layers = text.num_hidden_layers - start;
-        let from = TOKENS - (layers * (shape.window - 1) + 1);
+        if shape.model.config.text_config.decoder_start().is_none() {
+            continue;
+        }
         for format in FORMATS {
-            let clean = shape.clean(format, &tokens);
-            for cut in [1, from - 1, from, from + 1] {
-                let mut s = shape.session(format, 1);
-                for (part, outputs) in [(&tokens[..cut], vec![]), (&tokens[cut..], vec![0])] {
-                    let last = part.len() as u32 - 1;
-                    let outputs = outputs.iter().map(|_: &u32| last).collect::<Vec<_>>();
-                    let planned = s.extend(0, part, &outputs);
-                    let plan = PlanSequence { decoder_from: from as u32, ..planned };
-                    let logits = s.run(&StepPlan { sequences: vec![plan] }, &mut NoProbe).unwrap();
-                    if !outputs.is_empty() {
-                        let name = shape.name;
-                        assert_eq!(bits(logits), clean[TOKENS - 1..], "{name}: {format:?} {cut}");
-                    }
-                }
-            }
+            modes::check_random(&mut shape.session(format, 1), 12, TOKENS, VOCAB, shape.name);
         }
     }
 }

@@ -18,12 +18,16 @@ use std::time::Instant;
 #[derive(Clone)]
 struct Clocked {
     clock: Arc<Mutex<f64>>,
-    /// Seconds of a step, of a decoding row, and of a prompt row at position 0; the last doubles
-    /// every `double` positions.
+    /// Seconds of a step, of a decoding row, of a step's having prompt rows at all, and of a prompt
+    /// row at position 0; the last doubles every `double` positions.
     step: f64,
     decode_row: f64,
+    prompts: f64,
     prompt_row: f64,
     double: f64,
+    /// Steps take so much more or less, at most, as part of their time.
+    noise: f64,
+    random: u64,
 }
 
 impl Clocked {
@@ -35,17 +39,23 @@ impl Clocked {
 impl Worker for Clocked {
     fn run(&mut self, work: Work) -> Result<Done, DeviceError> {
         let mut seconds = if work.sequences.is_empty() { 0.0 } else { self.step };
-        let mut sequences = Vec::new();
+        let (mut sequences, mut prompts) = (Vec::new(), false);
         for (plan, sequence) in work.plan.sequences.iter().zip(&work.sequences) {
             let SequenceWork { sample, follow, .. } = sequence;
             if follow.is_some() {
                 seconds += self.decode_row;
+            }
+            if sequence.follow.is_none() && !prompts {
+                prompts = true;
+                seconds += self.prompts;
             }
             let depth = 1.0 + f64::from(plan.start) / self.double;
             seconds += plan.tokens.len() as f64 * self.prompt_row * depth;
             let tokens = vec![Token { id: 7, logprobs: None }; usize::from(*sample)];
             sequences.push(SequenceDone { tokens, ..SequenceDone::default() });
         }
+        self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        seconds *= 1.0 + self.noise * ((self.random >> 33) as f64 / f64::from(1 << 30) - 1.0);
         *self.clock.lock().expect("no panics") += seconds;
         Ok(Done { sequences, seconds, ..Done::default() })
     }
@@ -189,8 +199,7 @@ fn check(device: &Clocked, overlap: bool) {
         latest < 0.02 * alone,
         "a newcomer waited {latest:.3} s, the prompt alone takes {alone:.1} s"
     );
-    // Steps do not end where windows do.
-    assert!(slowest >= 0.47 * quiet, "{slowest:.1} of {quiet:.1} tokens/s are left");
+    assert!(slowest >= 0.5 * quiet, "{slowest:.1} of {quiet:.1} tokens/s are left");
     assert!(beside <= 2.2 * alone, "the prompt took {beside:.1} s, alone {alone:.1} s");
 }
 
@@ -198,14 +207,21 @@ fn check(device: &Clocked, overlap: bool) {
 fn nobody_starves() {
     let clock = Arc::new(Mutex::new(0.0));
     for overlap in [false, true] {
-        for (step, decode_row, prompt_row, double) in [
-            // A small model on a CPU, a large one, a GPU.
-            (0.003, 0.001, 0.0004, 100_000.0),
-            (0.3, 0.05, 0.02, 400_000.0),
-            (0.01, 0.0002, 0.00005, 50_000.0),
+        for (step, decode_row, prompts, prompt_row, double, noise) in [
+            // A small model on a CPU, a large one, a GPU; steps that cost more for having prompts;
+            // steps of uneven length.
+            (0.003, 0.001, 0.0, 0.0004, 100_000.0, 0.0),
+            (0.3, 0.05, 0.0, 0.02, 400_000.0, 0.0),
+            (0.01, 0.0002, 0.0, 0.00005, 50_000.0, 0.0),
+            (0.02, 0.001, 0.008, 0.0002, 100_000.0, 0.0),
+            (0.1, 0.004, 0.01, 0.001, 100_000.0, 0.0),
+            (0.003, 0.001, 0.0, 0.0004, 100_000.0, 0.2),
         ] {
             let clock = clock.clone();
-            check(&Clocked { clock, step, decode_row, prompt_row, double }, overlap);
+            let random = 1;
+            let device =
+                Clocked { clock, step, decode_row, prompts, prompt_row, double, noise, random };
+            check(&device, overlap);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Inputs of a step on the device: what a [`StepPlan`] says, row by row.
 
 use super::Model;
+use super::kept::{Kept, kept};
 use super::memory;
 use super::rope::{Rope, push_angles};
 use super::scratch::Scratch;
@@ -23,12 +24,13 @@ pub struct Limits {
     pub pages: usize,
 }
 
-/// Rows that walk through layers together: all rows of a step, or those that the decoder keeps.
+/// Rows that walk through layers together: all rows of a step, or those that a decoder layer keeps.
 pub struct RowSet<D: Device> {
     /// Where they are.
     pub map: RowMap<D>,
     plain_angles: D::Buffer<f32>,
     compressed_angles: D::Buffer<f32>,
+    pairs: usize,
     /// `[rows]`: ring row that the row's window key goes to; `u64::MAX` for rows that later ones
     /// of the same step would overwrite.
     pub ring_rows: D::Buffer<u64>,
@@ -55,6 +57,7 @@ impl<D: Device> RowSet<D> {
             },
             plain_angles: device.alloc(t * pairs * 2)?,
             compressed_angles: device.alloc(t * pairs * 2)?,
+            pairs,
             ring_rows: device.alloc(t)?,
             image: device.alloc(t)?,
         })
@@ -80,6 +83,23 @@ impl<D: Device> RowSet<D> {
         device.upload(&host.compressed, &mut self.compressed_angles, 0)?;
         device.upload(&host.ring_rows, &mut self.ring_rows, 0)?;
         device.upload(&host.image, &mut self.image, 0)
+    }
+
+    /// Becomes the rows of `all` that `kept` names; `rows` holds their numbers on the device.
+    fn keep(&mut self, device: &D, all: &Self, kept: &Kept, rows: &D::Buffer<u32>) -> Result<()> {
+        let (n, from, to) = (kept.rows.len(), &all.map, &mut self.map);
+        let angles = 2 * self.pairs;
+        (to.rows, to.sequences) = (n, from.sequences);
+        device.gather_rows(&from.sequence, 1, rows, n, &mut to.sequence)?;
+        device.gather_rows(&from.position, 1, rows, n, &mut to.position)?;
+        device.gather_rows(&from.window_to, 1, rows, n, &mut to.window_to)?;
+        device.upload(&kept.window_from, &mut to.window_from, 0)?;
+        device.upload(&kept.fresh_from, &mut to.fresh_from, 0)?;
+        device.upload(&kept.first_row, &mut to.first_row, 0)?;
+        device.gather_rows(&all.plain_angles, angles, rows, n, &mut self.plain_angles)?;
+        device.gather_rows(&all.compressed_angles, angles, rows, n, &mut self.compressed_angles)?;
+        device.gather_rows(&all.ring_rows, 1, rows, n, &mut self.ring_rows)?;
+        device.gather_rows(&all.image, 1, rows, n, &mut self.image)
     }
 }
 
@@ -135,8 +155,6 @@ pub struct Batch<D: Device> {
     geometry: Geometry,
     /// Rows of the step.
     pub rows: usize,
-    /// Rows that the decoder keeps.
-    pub kept: usize,
     /// Rows whose logits are wanted.
     pub outputs: usize,
     /// `[rows]`: token ids; image rows are absent.
@@ -153,14 +171,17 @@ pub struct Batch<D: Device> {
     pub memory_rows: Vec<D::Buffer<u64>>,
     memory_rows_kept: D::Buffer<u64>,
     memory_columns: usize,
-    /// `[outputs]`: rows among the kept ones.
+    /// `[outputs]`: rows among those of the last layer.
     pub output_rows: D::Buffer<u32>,
     /// Width of the draft features.
     pub feature_width: usize,
+    /// What decoder layers keep, where that changes.
+    kept: Vec<Kept>,
     keep: D::Buffer<u32>,
     encoder: RowSet<D>,
     decoder: RowSet<D>,
-    in_decoder: bool,
+    /// Whether `decoder` are the rows that walk through the current layer.
+    narrowed: bool,
     groups: Vec<Groups<D>>,
 }
 
@@ -188,7 +209,6 @@ impl<D: Device> Batch<D> {
             limits: *limits,
             geometry: geometry.clone(),
             rows: 0,
-            kept: 0,
             outputs: 0,
             tokens: device.alloc(t)?,
             image_embeddings: device.alloc(t * c.hidden_size)?,
@@ -202,10 +222,11 @@ impl<D: Device> Batch<D> {
             memory_columns: columns,
             output_rows: device.alloc(limits.outputs)?,
             feature_width: c.dspark_target_layer_ids.len() * c.hidden_size,
+            kept: Vec::new(),
             keep: device.alloc(t)?,
             encoder: RowSet::new(device, limits, pairs)?,
             decoder: RowSet::new(device, limits, pairs)?,
-            in_decoder: false,
+            narrowed: false,
             groups,
         })
     }
@@ -217,7 +238,7 @@ impl<D: Device> Batch<D> {
 
     /// The rows that walk through the current layer.
     pub fn set(&self) -> &RowSet<D> {
-        if self.in_decoder { &self.decoder } else { &self.encoder }
+        if self.narrowed { &self.decoder } else { &self.encoder }
     }
 
     /// How many rows walk through the current layer.
@@ -230,18 +251,23 @@ impl<D: Device> Batch<D> {
         self.groups.iter().find(|g| g.ratio == ratio).expect("geometry lists every source's ratio")
     }
 
-    /// Drops the rows that the decoder does not need; later layers see the kept ones only.
-    pub fn enter_decoder(&mut self, device: &D, s: &mut Scratch<D>) -> Result<()> {
-        self.in_decoder = true;
-        if self.kept == self.rows {
-            return Ok(());
+    /// Drops the rows that the decoder layer at `depth` and those after it do not need.
+    pub fn enter_decoder(&mut self, device: &D, depth: usize, s: &mut Scratch<D>) -> Result<()> {
+        let Some(kept) = self.kept.iter().find(|kept| kept.depth == depth) else { return Ok(()) };
+        let rows = kept.rows.len();
+        if rows < self.rows_now() {
+            device.upload(&kept.keep, &mut self.keep, 0)?;
+            // The boundary chooses compressed rows afterwards; later layers read earlier choices.
+            s.keep_rows(device, &self.keep, rows, self.feature_width, depth > 0)?;
+            for ids in &mut self.memory_rows {
+                let (width, kept) = (self.memory_columns, &mut self.memory_rows_kept);
+                device.gather_rows(ids, width, &self.keep, rows, kept)?;
+                std::mem::swap(ids, kept);
+            }
         }
-        s.keep_rows(device, &self.keep, self.kept, self.feature_width)?;
-        for rows in &mut self.memory_rows {
-            let (width, kept) = (self.memory_columns, &mut self.memory_rows_kept);
-            device.gather_rows(rows, width, &self.keep, self.kept, kept)?;
-            std::mem::swap(rows, kept);
-        }
+        device.upload(&kept.rows, &mut self.keep, 0)?;
+        self.decoder.keep(device, &self.encoder, kept, &self.keep)?;
+        self.narrowed = true;
         Ok(())
     }
 
@@ -249,20 +275,23 @@ impl<D: Device> Batch<D> {
     pub fn prepare(&mut self, device: &D, model: &Model<D>, plan: &StepPlan) -> Result<()> {
         let text = &model.config.text_config;
         let window = text.sliding_window as u32;
-        let has_decoder = text.decoder_start().is_some();
+        let decoder_layers = text.decoder_start().map_or(0, |first| text.num_hidden_layers - first);
         let (ring, slots) = (self.geometry.ring_len as u32, &mut Vec::new());
-        let (mut all, mut kept) = (HostRows::default(), HostRows::default());
-        let (mut tokens, mut keep, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        let mut all = HostRows::default();
+        let (mut tokens, mut outputs) = (Vec::new(), Vec::new());
         let (mut image_rows, mut embeddings) = (Vec::new(), Vec::new());
         self.memory_row_ids.iter_mut().for_each(Vec::clear);
+        self.kept = kept(plan, decoder_layers, window);
 
         for (i, q) in plan.sequences.iter().enumerate() {
             let (start, end) = (q.start, q.end());
-            let from = if has_decoder { q.decoder_from.clamp(start, end) } else { start };
             all.begin_sequence(start);
-            kept.begin_sequence(from);
             slots.push(q.slot);
-            let kept_before = kept.position.len() as u32;
+            let (first, from) = match self.kept.last() {
+                Some(kept) => (kept.first_row[i], kept.fresh_from[i]),
+                None => (all.position.len() as u32, start),
+            };
+            outputs.extend(q.outputs.iter().map(|&o| first + (start + o - from)));
             for (j, &token) in q.tokens.iter().enumerate() {
                 let p = start + j as u32;
                 let image = token == IMAGE;
@@ -270,19 +299,10 @@ impl<D: Device> Batch<D> {
                     image_rows.push(all.position.len() as u64);
                 }
                 tokens.push(if image { ABSENT } else { token });
-                let lowest = (p + 1).saturating_sub(window);
-                let row = all.position.len() as u32;
-                all.push(&model.rope, p, lowest..p + 1, image);
+                all.push(&model.rope, p, (p + 1).saturating_sub(window)..p + 1, image);
                 all.ring_rows.push(ring_row(q.slot, p, end, ring));
-                if p >= from {
-                    keep.push(row);
-                    let lowest = lowest.max(q.decoder_window_from).min(p + 1);
-                    kept.push(&model.rope, p, lowest..p + 1, image);
-                    kept.ring_rows.push(ring_row(q.slot, p, end, ring));
-                }
             }
             embeddings.extend_from_slice(&q.embeddings);
-            outputs.extend(q.outputs.iter().map(|&o| kept_before + (start + o - from)));
             if let Some(engram) = &model.engram {
                 memory::push_rows(engram, q, &mut self.memory_row_ids);
             }
@@ -291,23 +311,20 @@ impl<D: Device> Batch<D> {
             device.upload(&q.pages, &mut self.decoder.map.pages, at)?;
         }
 
-        self.in_decoder = false;
+        self.narrowed = false;
         self.rows = tokens.len();
-        self.kept = keep.len();
         self.outputs = outputs.len();
         self.image_count = image_rows.len();
         device.upload(&tokens, &mut self.tokens, 0)?;
-        device.upload(&keep, &mut self.keep, 0)?;
         device.upload(&outputs, &mut self.output_rows, 0)?;
         device.upload(&image_rows, &mut self.image_rows, 0)?;
         device.upload_act(&embeddings, &mut self.image_embeddings, 0)?;
         for (ids, rows) in self.memory_row_ids.iter().zip(&mut self.memory_rows) {
             device.upload(ids, rows, 0)?;
         }
-        for (set, host) in [(&mut self.encoder, &all), (&mut self.decoder, &kept)] {
-            device.upload(slots, &mut set.map.slot, 0)?;
-            set.upload(device, host, plan.sequences.len())?;
-        }
+        device.upload(slots, &mut self.encoder.map.slot, 0)?;
+        device.upload(slots, &mut self.decoder.map.slot, 0)?;
+        self.encoder.upload(device, &all, plan.sequences.len())?;
         for groups in &mut self.groups {
             groups.prepare(device, &model.rope, &self.geometry, plan)?;
         }
@@ -336,9 +353,8 @@ impl<D: Device> Batch<D> {
                 host.ring_rows.push(u64::MAX);
             }
         }
-        self.in_decoder = true;
+        self.narrowed = true;
         self.rows = tokens.len();
-        self.kept = tokens.len();
         device.upload(&tokens, &mut self.tokens, 0)?;
         device.upload(&slots, &mut self.decoder.map.slot, 0)?;
         self.decoder.upload(device, &host, sequences.len())

@@ -19,8 +19,9 @@ pub struct Layer<D: Device> {
     pub(super) memory: Option<Memory<D>>,
     /// This layer's columns in the draft features: one for each time it is a draft target.
     pub(super) feature_columns: Vec<usize>,
-    /// Only kept rows go on from here (after this layer has published every row).
-    pub(super) starts_decoder: bool,
+    /// Number of a decoder layer, from the decoder's first: only the rows that it and later ones
+    /// need go on from here. The first one publishes every row before.
+    pub(super) depth: Option<usize>,
     pub(super) attention_site: Site<D>,
     pub(super) attention: Attention<D>,
     pub(super) experts_site: Site<D>,
@@ -38,6 +39,9 @@ impl<D: Device> Model<D> {
         probe: &mut impl Probe<D>,
     ) -> Result<()> {
         let l = layer.index;
+        if let Some(depth @ 1..) = layer.depth {
+            batch.enter_decoder(device, depth, s)?;
+        }
         let rows = batch.rows_now();
         probe.before_layer(device, l, rows, s)?;
         if let Some(memory) = &layer.memory {
@@ -54,8 +58,8 @@ impl<D: Device> Model<D> {
             source.publish(device, l, caches, batch, s)?;
             probe.published(device, l, caches, batch)?;
         }
-        if layer.starts_decoder {
-            batch.enter_decoder(device, s)?;
+        if layer.depth == Some(0) {
+            batch.enter_decoder(device, 0, s)?;
         }
         let rows = batch.rows_now();
         layer.attention_site.mix(device, rows, s)?;

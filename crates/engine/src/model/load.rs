@@ -102,7 +102,7 @@ impl<D: Device> Loader<'_, D> {
         let targets = c.dspark_target_layer_ids.iter().enumerate();
         let feature_columns =
             targets.filter(|&(_, &t)| t == index).map(|(at, _)| at * hidden).collect();
-        let starts_decoder = c.decoder_start() == Some(index);
+        let depth = c.decoder_start().and_then(|start| index.checked_sub(start));
         let reads = c.kv_source(index);
         let is_source = c.is_kv_source(index);
         let selects = c.is_index_source(index);
@@ -117,7 +117,7 @@ impl<D: Device> Loader<'_, D> {
             index,
             memory: self.memory(&prefix, index)?,
             feature_columns,
-            starts_decoder,
+            depth,
             attention_site: self.site(&prefix, "attn")?,
             attention,
             experts_site: self.site(&prefix, "ffn")?,

@@ -1,8 +1,8 @@
 //! DeepSeek-V4.1, written once over [`Device`], straight down.
 //!
 //! A token's way through [`Model::forward`]: embedding -> encoder layers -> boundary (every token's
-//! compressed row and index key are published, most prompt tokens stop here) -> decoder layers ->
-//! head. A layer is: n-gram memory where present, attention, experts; each of the last two reads a
+//! compressed row and index key are published, most prompt tokens stop here) -> decoder layers (each
+//! with the rows that matter from there on, [`kept`]) -> head. A layer is: n-gram memory where present, attention, experts; each of the last two reads a
 //! weighted sum of the residual streams and mixes its output back into them ([`streams`]).
 //! [`draft`] proposes tokens from what the decoder saw.
 
@@ -10,6 +10,7 @@ mod attention;
 mod batch;
 pub mod draft;
 mod experts;
+mod kept;
 mod layer;
 mod load;
 mod memory;
@@ -100,8 +101,8 @@ impl<D: Device> Model<D> {
         probe: &mut impl Probe<D>,
     ) -> Result<()> {
         let s = scratch;
-        let hidden = self.config.text_config.hidden_size;
-        device.streams_collapse(&s.streams, &s.mix.pre, &s.shape, batch.kept, &mut s.collapsed)?;
+        let (hidden, rows) = (self.config.text_config.hidden_size, batch.rows_now());
+        device.streams_collapse(&s.streams, &s.mix.pre, &s.shape, rows, &mut s.collapsed)?;
         device.gather_rows(&s.collapsed, hidden, &batch.output_rows, batch.outputs, &mut s.x)?;
         let eps = s.shape.norm_eps;
         device.rms_norm(&s.x, &self.norm, eps, hidden, batch.outputs, &mut s.y)?;

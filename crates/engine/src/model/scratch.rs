@@ -57,10 +57,15 @@ pub struct Scratch<D: Device> {
     pub index_weights: D::Buffer<f32>,
     /// `[T, selected_k]`: chosen compressed rows, read by all layers up to the next choice.
     pub selected: D::Buffer<u32>,
+    /// Where they go when rows are dropped.
+    pub selected_kept: D::Buffer<u32>,
     /// Width of `selected`.
     pub selected_k: usize,
     /// `[T, candidate blocks]`.
     pub candidates: D::Buffer<u32>,
+    /// Where they go when rows are dropped.
+    pub candidates_kept: D::Buffer<u32>,
+    candidate_blocks: usize,
     /// `[T, heads, head_dim]`.
     pub attended: D::Buffer<D::Act>,
     /// `[T, groups * o_lora]`.
@@ -133,8 +138,11 @@ impl<D: Device> Scratch<D> {
             index_q: act(c.index_n_heads * c.index_head_dim)?,
             index_weights: f32s(c.index_n_heads)?,
             selected: device.alloc(t * c.index_topk)?,
+            selected_kept: device.alloc(t * c.index_topk)?,
             selected_k: c.index_topk,
             candidates: device.alloc(t * c.candidate_topk_blocks)?,
+            candidates_kept: device.alloc(t * c.candidate_topk_blocks)?,
+            candidate_blocks: c.candidate_topk_blocks,
             attended: act(heads)?,
             o_low: act(c.o_groups * c.o_lora_rank)?,
             gate: f32s(experts)?,
@@ -153,13 +161,15 @@ impl<D: Device> Scratch<D> {
         device.copy(&self.pre_start, 0, &mut self.mix.pre, 0, rows * self.shape.streams)
     }
 
-    /// Keeps `rows` rows of the streams, their coefficients, the sublayer input and the features.
+    /// Keeps `rows` rows of the streams, their coefficients, the sublayer input and the features;
+    /// with `choices`, also of the chosen compressed rows.
     pub fn keep_rows(
         &mut self,
         device: &D,
         keep: &D::Buffer<u32>,
         rows: usize,
         feature_width: usize,
+        choices: bool,
     ) -> Result<()> {
         let (s, h) = (self.shape.streams, self.shape.hidden);
         device.gather_rows(&self.streams, s * h, keep, rows, &mut self.streams_kept)?;
@@ -170,6 +180,14 @@ impl<D: Device> Scratch<D> {
         std::mem::swap(&mut self.x, &mut self.collapsed);
         device.gather_rows(&self.features, feature_width, keep, rows, &mut self.features_kept)?;
         std::mem::swap(&mut self.features, &mut self.features_kept);
+        if choices {
+            let k = self.selected_k;
+            device.gather_rows(&self.selected, k, keep, rows, &mut self.selected_kept)?;
+            std::mem::swap(&mut self.selected, &mut self.selected_kept);
+            let blocks = self.candidate_blocks;
+            device.gather_rows(&self.candidates, blocks, keep, rows, &mut self.candidates_kept)?;
+            std::mem::swap(&mut self.candidates, &mut self.candidates_kept);
+        }
         Ok(())
     }
 }

@@ -41,10 +41,9 @@ impl Scheduler {
             budget.outputs += spared;
         }
         let decode_rows = self.shape.rows - budget.rows;
-        let decoding = work.sequences.len();
         let mut ended = Vec::new();
-        let prompts = self.prompts_now(prompts, decoding);
-        budget.rows = budget.rows.min(self.shares.most_rows(decoding));
+        let (prompts, most_rows) = self.prompts_now(prompts, decode_rows);
+        budget.rows = budget.rows.min(most_rows);
         for (id, rows) in self.share_rows(&prompts, budget.rows) {
             if self.plan_chunk(id, rows, drafts, &mut budget, &mut work) {
                 ended.push(id);
@@ -139,21 +138,22 @@ impl Scheduler {
         budget.outputs -= 1 + verify;
     }
 
-    /// Those of `prompts` that may go on in a step beside `decoding` sequences: all of them when it
-    /// is their turn, else a short one that has just arrived.
-    fn prompts_now(&self, prompts: Vec<RequestId>, decoding: usize) -> Vec<RequestId> {
-        if self.shares.prompts_may_run(decoding) {
-            return prompts;
-        }
-        if !self.shares.newcomers_may_run() {
-            return Vec::new();
+    /// Those of `prompts` that may go on in a step beside `decoding` rows, and with how many rows:
+    /// all of them when it is their turn, else a short one that has just arrived.
+    fn prompts_now(&self, prompts: Vec<RequestId>, decoding: usize) -> (Vec<RequestId>, usize) {
+        let rows = self.shares.prompt_rows(decoding);
+        if rows > 0 {
+            return (prompts, rows);
         }
         let short = self.shape.chunk / 4;
         let new = |id: &RequestId| {
             let place = self.sequences.get(id).and_then(|s| s.place.as_ref());
-            place.is_some_and(|p| p.served == 0 && p.target - p.next <= short)
+            place.filter(|p| p.served == 0).is_some_and(|p| {
+                let rows = p.target - p.next;
+                rows <= short && self.shares.newcomer_may_run(rows)
+            })
         };
-        prompts.into_iter().find(new).into_iter().collect()
+        (prompts.into_iter().find(new).into_iter().collect(), short)
     }
 
     /// Shares `rows` rows among prompts: half for the first in line, so that it gets on; the rest
@@ -217,12 +217,18 @@ impl Scheduler {
         // Where decoder rows begin, how far their windows reach, and where they are complete.
         let (from, window_from, complete_from) = match mode {
             PrefillMode::Off => (0, place.window_from, place.complete_from),
-            PrefillMode::Exact => match stop.saturating_sub(shape.span + 1) {
-                needed if needed > place.base => (needed, needed, needed + shape.span),
-                _ => (place.base, place.window_from, place.complete_from),
-            },
-            PrefillMode::Compact => (keep_from, keep_from, 0),
-            PrefillMode::Mask => (0, keep_from, 0),
+            // The last row before the stop comes out complete, and so does what follows it; where
+            // prefixes are kept, also the rows before it from which a snapshot can be cut.
+            PrefillMode::Exact => {
+                let slack = if shape.prefix_cache { shape.backtracking } else { 1 };
+                let complete_from = stop.saturating_sub(slack).max(place.complete_from);
+                match complete_from.saturating_sub(shape.span - 1) {
+                    needed if needed > place.base => (needed, needed, complete_from),
+                    _ => (place.base, place.window_from, complete_from),
+                }
+            }
+            PrefillMode::Compact => (keep_from, keep_from, place.complete_from),
+            PrefillMode::Mask => (0, keep_from, place.complete_from),
         };
         let outputs = match (logprobs, last) {
             (Some(_), _) => (0..rows as u32).collect(),
@@ -240,6 +246,7 @@ impl Scheduler {
             embeddings: Vec::new(),
             decoder_from: from as u32,
             decoder_window_from: window_from as u32,
+            complete_from: if mode == PrefillMode::Exact { complete_from as u32 } else { 0 },
             outputs,
         });
         let draft = if last && sequence.params.draft { drafts as u32 } else { 0 };

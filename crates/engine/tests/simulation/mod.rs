@@ -77,6 +77,8 @@ struct Decoded {
     /// How many decoder layers have the input that a full pass would give them (plus one for the
     /// output).
     level: u32,
+    /// How many decoder layers it went through.
+    layers: u32,
     /// Where windows began.
     from: u32,
 }
@@ -89,14 +91,16 @@ struct Rings {
 
 impl Rings {
     fn new() -> Self {
-        let none = Decoded { position: NOTHING, token: NOTHING, level: 0, from: 0 };
+        let none = Decoded { position: NOTHING, token: NOTHING, level: 0, layers: 0, from: 0 };
         Self { encoder: vec![(NOTHING, NOTHING); RING], decoder: vec![none; RING] }
     }
 
     fn to_bytes(&self) -> Vec<u8> {
         let mut words = Vec::new();
         self.encoder.iter().for_each(|&(p, t)| words.extend([p, t]));
-        self.decoder.iter().for_each(|d| words.extend([d.position, d.token, d.level, d.from]));
+        self.decoder.iter().for_each(|d| {
+            words.extend([d.position, d.token, d.level, d.layers, d.from]);
+        });
         words.resize(RING * 7, 0);
         bytes(&words)
     }
@@ -106,9 +110,15 @@ impl Rings {
         let (encoder, decoder) = words.split_at(RING * 2);
         Self {
             encoder: encoder.chunks(2).map(|w| (w[0], w[1])).collect(),
-            decoder: decoder[..RING * 4]
-                .chunks(4)
-                .map(|w| Decoded { position: w[0], token: w[1], level: w[2], from: w[3] })
+            decoder: decoder
+                .chunks(5)
+                .map(|w| Decoded {
+                    position: w[0],
+                    token: w[1],
+                    level: w[2],
+                    layers: w[3],
+                    from: w[4],
+                })
                 .collect(),
         }
     }
@@ -260,33 +270,41 @@ impl Worker for Simulation {
                 self.check_row(&full, p, start, &plan.pages, slot);
             }
             // The decoder.
-            let from = (plan.decoder_from as usize).clamp(start, end);
+            let depths: Vec<(usize, usize)> = (0..LAYERS as u32)
+                .map(|depth| plan.rows_from(LAYERS as u32 - depth, WINDOW as u32))
+                .map(|(from, window_from)| (from as usize, window_from as usize))
+                .collect();
+            let from = depths[0].0.clamp(start, end);
             let window_from = plan.decoder_window_from as usize;
             let mut fresh: Vec<Decoded> = Vec::new();
             for p in from..end {
-                self.decoder_rows += 1;
-                let mut level = LAYERS as u32 + 1;
-                for q in (p + 1).saturating_sub(WINDOW)..p {
-                    let row = match q {
-                        q if q < window_from => None,
-                        q if q >= from => Some(fresh[q - from]),
-                        q if q >= start => None,
-                        q => Some(self.rings[slot].decoder[q % RING])
-                            .filter(|d| (d.position, d.token) == (q as u32, full[q])),
-                    };
-                    match row {
-                        Some(row) => level = level.min(row.level + 1),
-                        None => {
-                            assert!(q < window_from, "decoder row of {q} read at {p}");
-                            level = 1;
+                let mut level = 1;
+                let layers = depths.iter().take_while(|&&(from, _)| p >= from).count();
+                self.decoder_rows += layers;
+                for (depth, &(_, reach)) in depths[..layers].iter().enumerate() {
+                    let mut right = level == depth as u32 + 1;
+                    for q in (p + 1).saturating_sub(WINDOW)..p {
+                        if q < reach {
+                            right = false;
+                            continue;
                         }
+                        let row = match q {
+                            q if q >= from => Some(fresh[q - from]),
+                            q if q >= start => None,
+                            q => Some(self.rings[slot].decoder[q % RING])
+                                .filter(|d| (d.position, d.token) == (q as u32, full[q])),
+                        };
+                        let row = row.filter(|row| row.layers as usize > depth);
+                        let row = row.unwrap_or_else(|| panic!("decoder row of {q} read at {p}"));
+                        right &= row.level as usize > depth;
+                        let own = window_from as u32;
+                        let compact = self.shape.prefill == PrefillMode::Compact;
+                        assert!(!compact || row.from == own, "windows from {own}");
                     }
-                    let own = window_from as u32;
-                    let compact = self.shape.prefill == PrefillMode::Compact;
-                    assert!(!compact || row.is_none_or(|r| r.from == own), "windows from {own}");
+                    level += u32::from(right);
                 }
-                let (position, token) = (p as u32, full[p]);
-                fresh.push(Decoded { position, token, level, from: window_from as u32 });
+                let (position, token, layers) = (p as u32, full[p], layers as u32);
+                fresh.push(Decoded { position, token, level, layers, from: window_from as u32 });
             }
             let exact = matches!(self.shape.prefill, PrefillMode::Off | PrefillMode::Exact);
             if !exact {
@@ -328,6 +346,7 @@ impl Worker for Simulation {
                             let found = (row.position, row.token);
                             assert_eq!(found, (q as u32, text.tokens[q]), "draft row at {a}");
                             assert!(!exact || row.level as usize >= LAYERS, "draft row at {a}");
+                            assert_eq!(row.layers as usize, LAYERS, "draft row at {a}");
                         }
                     }
                     let mut ahead = text.tokens.clone();
