@@ -246,7 +246,10 @@ impl Scheduler {
             embeddings: Vec::new(),
             decoder_from: from as u32,
             decoder_window_from: window_from as u32,
-            complete_from: if mode == PrefillMode::Exact { complete_from as u32 } else { 0 },
+            complete_from: match mode {
+                PrefillMode::Exact => complete_from.min(stop - 1) as u32,
+                _ => 0,
+            },
             outputs,
         });
         let draft = if last && sequence.params.draft { drafts as u32 } else { 0 };
