@@ -5,8 +5,9 @@ use crate::engine;
 use crate::failure::{Failure, Outcome};
 use anyhow::Context;
 use clap::{Args, ValueEnum};
-use deepinfer::chat::Effort;
-use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, serve};
+use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
+use deepinfer::tokenizer::Tokenizer;
+use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, Tls, Traces, serve};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -28,6 +29,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Vec<String>,
     /// File of API keys, one a line: KEY [name=NAME] [concurrency=N] [tokens_per_minute=N]
+    /// [queue_share=PART]
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// Thinking of chat requests that do not say: none, low, high, max or 1 to 100
@@ -39,6 +41,15 @@ pub struct ServeArgs {
     /// Longest time for a request to arrive, in seconds
     #[arg(long, value_name = "S", default_value_t = 30)]
     pub read_timeout: u64,
+    /// Most requests that wait; more get 429
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    pub max_queued_requests: usize,
+    /// Most prompt tokens that wait; more get 429
+    #[arg(long, value_name = "N", default_value_t = 16 << 20)]
+    pub max_queued_tokens: usize,
+    /// Longest time that a request waits, in seconds, before it gets 429; 0: for ever
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub max_wait: u64,
     /// Longest time without a step of the engine before it counts as dead, in seconds; 0: for ever
     #[arg(long, value_name = "S", default_value_t = 25)]
     pub stall_limit: u64,
@@ -48,6 +59,15 @@ pub struct ServeArgs {
     /// JSON file with a known answer that makes the server ready: {"prompt": [ids], "tokens": [ids]}
     #[arg(long, value_name = "FILE")]
     pub self_test: Option<PathBuf>,
+    /// Certificate chain in PEM form; connections are encrypted
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Private key of the certificate, in PEM form
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// OpenTelemetry collector that takes traces, as http://HOST:PORT
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    pub otlp_endpoint: Option<String>,
     /// Form of the log on standard error
     #[arg(long, value_enum, default_value_t = LogForm::Text)]
     pub log: LogForm,
@@ -71,13 +91,26 @@ pub enum LogForm {
 /// Serves until a signal.
 pub fn run(args: &ServeArgs) -> Outcome {
     start_log(args.log);
-    let config = server_config(args)?;
-    let engine_config = engine::many(&args.engine, &args.run)?;
+    let mut config = server_config(args)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let traces = args.otlp_endpoint.as_ref().filter(|endpoint| !endpoint.is_empty());
+    config.traces = traces
+        .map(|endpoint| Traces::to(endpoint, runtime.handle().clone()))
+        .transpose()
+        .map_err(|error| Failure::Usage(format!("--otlp-endpoint: {error}")))?;
+    let traces = config.traces.clone();
+    let mut engine_config = engine::many(&args.engine, &args.run)?;
+    engine_config.max_queued_requests = args.max_queued_requests;
+    engine_config.max_queued_tokens = args.max_queued_tokens;
+    engine_config.max_wait = Some(args.max_wait).filter(|&s| s > 0).map(Duration::from_secs);
     let engine = engine::start(&args.model, &engine_config)?;
     let fingerprint = format!("fp_{}", env!("CARGO_PKG_VERSION"));
     let inference: Arc<dyn Inference> = Arc::new(Live::new(engine, Some(fingerprint))?);
+    if args.model.model.is_none() && config.self_test.is_none() {
+        config.self_test = Some(demo_test(&inference.info().tokenizer)?);
+    }
+    let scheme = if config.tls.is_some() { "https" } else { "http" };
     let app = App::new(config, inference);
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         let address = (args.host.as_str(), args.port);
         let listener = tokio::net::TcpListener::bind(address)
@@ -85,11 +118,24 @@ pub fn run(args: &ServeArgs) -> Outcome {
             .with_context(|| format!("cannot listen on {}:{}", args.host, args.port))?;
         let address = listener.local_addr()?;
         // Whoever started this reads the address here.
-        println!("serving {} on http://{address}", app.config.model_names.join(", "));
+        println!("serving {} on {scheme}://{address}", app.config.model_names.join(", "));
         serve(app.clone(), listener).await.map_err(anyhow::Error::from)
     });
+    if let Some(traces) = traces {
+        traces.shutdown();
+    }
     runtime.shutdown_timeout(Duration::from_secs(1));
     Ok(result?)
+}
+
+/// What the demo model is known to answer.
+fn demo_test(tokenizer: &Tokenizer) -> Outcome<SelfTest> {
+    let template = ChatTemplate::new(tokenizer)?;
+    let conversation =
+        Conversation { messages: vec![chat::user("What is 23 + 58?")], ..Default::default() };
+    let options = chat::Options { effort: Some(Effort::NONE) };
+    let prompt = template.render(&conversation, &options)?;
+    Ok(SelfTest { prompt, tokens: tokenizer.encode("81").map_err(anyhow::Error::from)? })
 }
 
 fn start_log(form: LogForm) {
@@ -119,6 +165,13 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
     };
     let default_effort = Effort::from_str(&args.default_effort)
         .map_err(|error| usage(format!("--default-effort: {error}")))?;
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(cert), Some(key)) => Some(
+            Tls::from_files(cert, key)
+                .map_err(|error| usage(format!("--tls-cert, --tls-key: {error}")))?,
+        ),
+        _ => None,
+    };
     let mut model_names = args.served_model_name.clone();
     if model_names.is_empty() {
         let folder = args.model.model.as_ref().and_then(|folder| folder.file_name());
@@ -133,6 +186,7 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
         stall_limit: Some(args.stall_limit).filter(|&s| s > 0).map(Duration::from_secs),
         drain_limit: Duration::from_secs(args.drain_limit),
         self_test,
+        tls,
         ..Config::default()
     })
 }

@@ -222,6 +222,11 @@ impl Engine {
         &self.bounds
     }
 
+    /// Most requests that may wait.
+    pub fn queue_limit(&self) -> usize {
+        self.queue_limit
+    }
+
     /// The tokenizer, if there is one.
     pub fn tokenizer(&self) -> Option<&Arc<Tokenizer>> {
         self.tokenizer.as_ref()

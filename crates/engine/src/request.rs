@@ -6,8 +6,8 @@ mod params;
 
 pub use check::{Bounds, MOST_SAMPLES, RequestError};
 pub use event::{
-    Completion, Event, EventSink, FinishReason, RequestHandle, RequestId, Token, TokenLogprobs,
-    Usage, event_queue,
+    Completion, Event, EventSink, FinishReason, Reading, RequestHandle, RequestId, Token,
+    TokenLogprobs, Usage, event_queue,
 };
 pub use params::{Constraint, SamplingParams, ThinkingBudget};
 

@@ -238,11 +238,21 @@ impl Sequence {
         (self.tokens.len() >= self.max_len).then_some(FinishReason::Length)
     }
 
+    /// Says that it has left the queue.
+    pub fn admitted(&self) {
+        self.sink.admitted();
+        self.sink.count(self.usage);
+    }
+
     /// Sends what is new.
     pub fn emit(&mut self) {
+        if let Some(place) = self.place.as_ref().filter(|_| !self.prompt_read) {
+            self.sink.read(place.next.min(self.prompt_len));
+        }
         if self.fresh.is_empty() {
             return;
         }
+        self.sink.count(self.usage);
         if !self.prompt_read {
             self.prompt_read = true;
             let logprobs = std::mem::take(&mut self.prompt_logprobs);

@@ -2,7 +2,7 @@
 
     deepinfer serve --port 8000 &
     pip install openai anthropic
-    python check.py http://127.0.0.1:8000 demo
+    python check.py http://127.0.0.1:8000 demo [KEY [CHECK...]]
 
 Exits with 1 at the first thing that is not as it should be. The model may say what it likes; what is
 checked is that the clients understand it.
@@ -16,6 +16,8 @@ import openai
 
 BASE, MODEL = sys.argv[1], sys.argv[2]
 KEY = sys.argv[3] if len(sys.argv) > 3 else "none"
+# Through a proxy, with a few checks only: what it adds and leaves out is its own.
+PROXY = sys.argv[4:]
 OPENAI = openai.OpenAI(base_url=f"{BASE}/v1", api_key=KEY, max_retries=0)
 ANTHROPIC = anthropic.Anthropic(base_url=BASE, api_key=KEY, max_retries=0)
 HELLO = [{"role": "user", "content": "Say hello. 你好 👋"}]
@@ -49,6 +51,13 @@ def chat():
         assert text == message.content, (text, message.content)
         assert thought == (getattr(message, "reasoning_content", None) or "")
         assert "\ufffd" not in text
+        own = usage.model_extra["deepinfer"] if usage.model_extra else None
+        if not PROXY:
+            times = own["queue_ms"] + own["prefill_ms"] + own["decode_ms"]
+            assert abs(times - own["total_ms"]) < 0.01, own
+            assert own["accepted_tokens"] <= own["drafted_tokens"], own
+            # The same prompt again comes from the prefix cache.
+            assert usage.prompt_tokens_details.cached_tokens > 0, usage
 
 
 def logprobs():
@@ -68,6 +77,13 @@ def tools():
     first = OPENAI.chat.completions.create(messages=messages, **asked).choices[0].message
     for call in first.tool_calls or []:
         json.loads(call.function.arguments)
+    arguments = {}
+    for chunk in OPENAI.chat.completions.create(messages=messages, stream=True, **asked):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
+    for text in arguments.values():
+        json.loads(text)
     # A history with a call, as the client itself writes it.
     messages.append(
         {"role": "assistant", "content": None, "tool_calls": [
@@ -150,6 +166,8 @@ def refusals():
         raise AssertionError("an unknown model answers")
 
 
-for check in [models, chat, logprobs, tools, completions, responses, messages, refusals]:
-    check()
-    print(f"{check.__name__}: ok")
+CHECKS = [models, chat, logprobs, tools, completions, responses, messages, refusals]
+for check in CHECKS:
+    if not PROXY or check.__name__ in PROXY:
+        check()
+        print(f"{check.__name__}: ok", flush=True)

@@ -8,6 +8,9 @@ use crate::output::{Markup, Remember};
 use crate::replay::{Marks, Memory};
 use crate::responses::store::Store;
 use crate::run::{Job, Run};
+use crate::sse::Silence;
+use crate::tls::Tls;
+use crate::traces::Traces;
 use deepinfer::chat::Effort;
 use deepseek_recipe_core::special_tokens::SpecialToken;
 use std::sync::Arc;
@@ -39,11 +42,16 @@ pub struct Config {
     pub stall_limit: Option<Duration>,
     /// Longest time that running requests get after the first signal.
     pub drain_limit: Duration,
-    /// A prompt and the tokens that must follow it, most probable first, before the server is ready.
+    /// A known answer that is tested before the server is ready. Without it, a fixed prompt must be
+    /// continued twice in the same way.
     pub self_test: Option<SelfTest>,
+    /// Encrypts connections.
+    pub tls: Option<Tls>,
+    /// Takes traces.
+    pub traces: Option<Traces>,
 }
 
-/// A known answer.
+/// A known answer: a prompt and its most probable continuation.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SelfTest {
@@ -67,6 +75,8 @@ impl Default for Config {
             stall_limit: Some(Duration::from_secs(25)),
             drain_limit: Duration::from_secs(60),
             self_test: None,
+            tls: None,
+            traces: None,
         }
     }
 }
@@ -103,6 +113,10 @@ pub struct Call {
     pub id: String,
     /// Who asks.
     pub key: Option<Arc<Key>>,
+    /// Whether events shall tell how far the prompt has been read.
+    pub progress: bool,
+    /// Its span, if there are traces.
+    pub span: Option<opentelemetry::Context>,
 }
 
 impl Call {
@@ -188,6 +202,12 @@ impl App {
         Ticket::take(call.key.as_ref(), &self.open)
     }
 
+    /// What a stream sends while there are no events.
+    pub fn silence(&self, call: &Call, ticket: &Ticket) -> Silence {
+        let prompts = call.progress.then(|| ticket.prompts());
+        Silence { keep_alive: self.config.keep_alive, prompts }
+    }
+
     /// Starts a job of a request: a run for each of its answers. `protocol` is for counters and
     /// logs.
     pub fn start_all(
@@ -197,12 +217,12 @@ impl App {
         job: Job,
         ticket: &Ticket,
     ) -> Result<Vec<Run>, ApiError> {
-        ticket.read(job.prompt.len());
         let record = || Record {
             metrics: self.metrics.clone(),
             protocol,
             id: call.id.clone(),
             key: call.owner(),
+            trace: self.config.traces.clone().zip(call.span.clone()),
         };
         Run::start(&*self.inference, &self.failures(), job, ticket, record)
     }
@@ -226,6 +246,7 @@ pub struct Record {
     protocol: &'static str,
     id: String,
     key: Option<String>,
+    trace: Option<(Traces, opentelemetry::Context)>,
 }
 
 impl Record {
@@ -237,6 +258,11 @@ impl Record {
     /// Counts and logs a run. Texts and tokens are never logged.
     pub fn write(&self, outcome: &'static str, accounts: &crate::run::Accounts) {
         self.metrics.answer(self.protocol, outcome, accounts);
+        if let Some((traces, request)) = &self.trace {
+            traces.answer(request, self.protocol, outcome, accounts);
+        }
+        let [queue_ms, prefill_ms, decode_ms] =
+            accounts.phases().map(|(_, time)| time.map(|time| time.as_millis() as u64));
         tracing::info!(
             request = %self.id,
             key = self.key.as_deref(),
@@ -245,6 +271,13 @@ impl Record {
             prompt_tokens = accounts.prompt_tokens,
             cached_tokens = accounts.cached_tokens,
             output_tokens = accounts.output_tokens,
+            reasoning_tokens = accounts.reasoning_tokens,
+            drafted_tokens = accounts.drafted,
+            verified_tokens = accounts.verified,
+            accepted_tokens = accounts.accepted,
+            queue_ms,
+            prefill_ms,
+            decode_ms,
             first_token_ms = accounts.first_token.map(|t| t.as_millis() as u64),
             total_ms = accounts.total.as_millis() as u64,
             "answer"

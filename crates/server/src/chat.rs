@@ -54,7 +54,7 @@ pub async fn create(
         }
         return Ok(sse::json(&head.response(&choices, thinks)));
     }
-    let keep_alive = app.config.keep_alive;
+    let silence = app.silence(&call, &ticket);
     let events = async_stream::stream! {
         let _ticket = ticket;
         while let Some((index, part)) = parts.next().await {
@@ -79,7 +79,7 @@ pub async fn create(
         }
         yield sse::DONE;
     };
-    Ok(sse::response(events, keep_alive))
+    Ok(sse::response(events, silence))
 }
 
 /// Counts what the end of an answer tells.

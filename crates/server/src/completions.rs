@@ -294,7 +294,7 @@ pub async fn create(
         return Ok(sse::json(&response));
     }
     let include_usage = request.include_usage;
-    let keep_alive = app.config.keep_alive;
+    let silence = app.silence(&call, &ticket);
     let events = async_stream::stream! {
         let _ticket = ticket;
         while let Some((index, part)) = streams.next().await {
@@ -333,5 +333,5 @@ pub async fn create(
         }
         yield sse::DONE;
     };
-    Ok(sse::response(events, keep_alive))
+    Ok(sse::response(events, silence))
 }

@@ -44,6 +44,8 @@ pub struct Info {
     pub vocab: usize,
     /// Most tokens of a sequence, output included.
     pub max_tokens: usize,
+    /// Most requests that may wait.
+    pub queue_limit: usize,
     /// A name for weights and numerics, the same for the same answers; absent if not known.
     pub fingerprint: Option<String>,
 }

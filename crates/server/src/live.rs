@@ -23,7 +23,8 @@ impl Live {
         let tokenizer = engine.tokenizer().ok_or(NoTokenizer)?.clone();
         let bounds = engine.bounds();
         let (vocab, max_tokens) = (bounds.vocab, bounds.max_tokens);
-        Ok(Self { info: Info { tokenizer, vocab, max_tokens, fingerprint }, engine })
+        let queue_limit = engine.queue_limit();
+        Ok(Self { info: Info { tokenizer, vocab, max_tokens, queue_limit, fingerprint }, engine })
     }
 }
 

@@ -1,9 +1,11 @@
 //! Who may ask, how much, and how much is being asked: keys, limits, tickets.
 
 use crate::error::ApiError;
+use crate::run::Accounts;
+use deepinfer::request::{Reading, RequestHandle};
 use sha2::{Digest, Sha256};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
@@ -17,8 +19,12 @@ pub struct Key {
     pub concurrency: Option<usize>,
     /// Most tokens a minute, prompts and answers together.
     pub tokens_per_minute: Option<u64>,
+    /// Largest part of the engine's queue that its requests may fill, above 0 and at most 1.
+    pub queue_share: Option<f64>,
     running: AtomicUsize,
     bucket: Mutex<Bucket>,
+    /// Its requests that may be waiting in the engine.
+    queue: Mutex<Vec<Weak<Reading>>>,
 }
 
 /// Tokens that may be used now. Fills up over a minute; may be overdrawn by an answer, whose length
@@ -35,7 +41,7 @@ pub enum KeyError {
     /// A line that is not understood.
     #[error(
         "line {line}: {word:?} is not understood; a line is KEY [name=NAME] [concurrency=N] \
-         [tokens_per_minute=N]"
+         [tokens_per_minute=N] [queue_share=PART]"
     )]
     Word {
         /// Number of the line, from 1.
@@ -61,8 +67,10 @@ impl Key {
             digest: Sha256::digest(secret.as_bytes()).into(),
             concurrency: None,
             tokens_per_minute: None,
+            queue_share: None,
             running: AtomicUsize::new(0),
             bucket: Mutex::new(Bucket { tokens: 0.0, filled: Instant::now() }),
+            queue: Mutex::default(),
         }
     }
 
@@ -86,6 +94,13 @@ impl Key {
                         key.tokens_per_minute = Some(n);
                         key.bucket =
                             Mutex::new(Bucket { tokens: n as f64, filled: Instant::now() });
+                    }
+                    Some(("queue_share", part)) => {
+                        let part: f64 = part.parse().map_err(|_| unknown())?;
+                        if !(part > 0.0 && part <= 1.0) {
+                            return Err(unknown());
+                        }
+                        key.queue_share = Some(part);
                     }
                     _ => return Err(unknown()),
                 }
@@ -135,6 +150,21 @@ impl Key {
         Ok(())
     }
 
+    /// Its requests that wait in the engine, of at most `limit`, or why there must not be one more.
+    fn queue(&self, limit: usize) -> Result<MutexGuard<'_, Vec<Weak<Reading>>>, ApiError> {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = |reading: &Weak<Reading>| {
+            reading.upgrade().is_some_and(|reading| reading.admitted().is_none())
+        };
+        queue.retain(waits);
+        let most = self.queue_share.map_or(limit, |part| (part * limit as f64).ceil() as usize);
+        if queue.len() >= most {
+            let message = format!("key {:?} has {most} requests waiting, its limit", self.name);
+            return Err(ApiError::Busy { message, retry_after: Duration::from_secs(1) });
+        }
+        Ok(queue)
+    }
+
     fn use_tokens(&self, n: usize) {
         if self.tokens_per_minute.is_some() {
             self.bucket.lock().unwrap_or_else(PoisonError::into_inner).tokens -= n as f64;
@@ -147,6 +177,44 @@ impl Key {
 pub struct Ticket {
     key: Option<Arc<Entered>>,
     _open: Option<Arc<Open>>,
+    prompts: Prompts,
+    ended: Ended,
+}
+
+/// Accounts of a request's answers that have ended, or were cut.
+#[derive(Clone, Default)]
+pub struct Ended(Arc<Mutex<Vec<Accounts>>>);
+
+impl Ended {
+    /// All of them.
+    pub fn all(&self) -> Vec<Accounts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// One more.
+    pub fn add(&self, accounts: Accounts) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(accounts);
+    }
+}
+
+/// How far the prompts of a request's answers have been read.
+#[derive(Clone, Default)]
+pub struct Prompts(Arc<Mutex<Vec<Prompt>>>);
+
+struct Prompt {
+    tokens: usize,
+    reading: Arc<Reading>,
+}
+
+impl Prompts {
+    /// Tokens that have been read, and tokens in all.
+    pub fn read(&self) -> (usize, usize) {
+        let prompts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let sum = |(read, all): (usize, usize), prompt: &Prompt| {
+            (read + prompt.reading.read(), all + prompt.tokens)
+        };
+        prompts.iter().fold((0, 0), sum)
+    }
 }
 
 struct Entered(Arc<Key>);
@@ -177,12 +245,41 @@ impl Ticket {
             None => None,
         };
         open.fetch_add(1, Relaxed);
-        Ok(Self { key, _open: Some(Arc::new(Open(open.clone()))) })
+        let open = Some(Arc::new(Open(open.clone())));
+        Ok(Self { key, _open: open, ..Self::default() })
     }
 
-    /// Counts tokens of a prompt.
-    pub fn read(&self, n: usize) {
-        self.produced(n);
+    /// Submits a job with a prompt of so many tokens, if its key may have one more waiting in the
+    /// queue of `limit` requests. There is a handle for each of its answers.
+    pub fn submit(
+        &self,
+        limit: usize,
+        prompt: usize,
+        submit: impl FnOnce() -> Result<Vec<RequestHandle>, ApiError>,
+    ) -> Result<Vec<RequestHandle>, ApiError> {
+        let queue = match &self.key {
+            Some(key) if key.0.queue_share.is_some() => Some(key.0.queue(limit)?),
+            _ => None,
+        };
+        let handles = submit()?;
+        if let Some(mut queue) = queue {
+            queue.extend(handles.iter().map(|handle| Arc::downgrade(&handle.reading())));
+        }
+        self.produced(prompt);
+        let mut prompts = self.prompts.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = |handle: &RequestHandle| Prompt { tokens: prompt, reading: handle.reading() };
+        prompts.extend(handles.iter().map(read));
+        Ok(handles)
+    }
+
+    /// How far its prompts have been read.
+    pub fn prompts(&self) -> Prompts {
+        self.prompts.clone()
+    }
+
+    /// The accounts of its answers that have ended.
+    pub fn ended(&self) -> Ended {
+        self.ended.clone()
     }
 
     /// Counts tokens of an answer.
@@ -206,6 +303,10 @@ mod tests {
         assert_eq!(Key::find(&keys, b"sk-b").map(|key| key.name.clone()), Some("key2".into()));
         assert!(Key::find(&keys, b"sk-").is_none());
         assert!(Key::find(&keys, b"").is_none());
+        for part in ["0", "1.5", "-1", "nan", "x"] {
+            let text = format!("a queue_share={part}");
+            assert!(matches!(Key::parse_file(&text), Err(KeyError::Word { .. })), "{text}");
+        }
         assert!(matches!(Key::parse_file("a b"), Err(KeyError::Word { line: 1, .. })));
         assert_eq!(Key::parse_file("a\na").expect_err("twice"), KeyError::Twice { line: 2 });
         assert_eq!(Key::parse_file("# none").expect_err("empty"), KeyError::Empty);

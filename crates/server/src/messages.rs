@@ -256,7 +256,7 @@ pub async fn create(
         }
         return Err(ApiError::internal("the answer has no end"));
     }
-    let keep_alive = app.config.keep_alive;
+    let silence = app.silence(&call, &ticket);
     let events = async_stream::stream! {
         let _ticket = ticket;
         let mut parts = pin!(parts);
@@ -283,7 +283,7 @@ pub async fn create(
             }
         }
     };
-    Ok(sse::response(events, keep_alive))
+    Ok(sse::response(events, silence))
 }
 
 fn end_event(event: &MessagesStreamEvent, end: &End) -> Bytes {

@@ -106,7 +106,7 @@ impl Operation {
                 "5XX": {"description": "The server is stopping or its engine has failed"},
             },
         });
-        let parameters: Vec<Value> = self
+        let mut parameters: Vec<Value> = self
             .path
             .split('/')
             .filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'))
@@ -116,6 +116,12 @@ impl Operation {
                 })
             })
             .collect();
+        if self.fields().any(|(name, _)| name == "stream") {
+            parameters.push(json!({
+                "name": "x-progress", "in": "header", "schema": {"enum": ["true", "false"]},
+                "description": "Events that tell how far the prompt has been read",
+            }));
+        }
         if !parameters.is_empty() {
             operation["parameters"] = Value::Array(parameters);
         }

@@ -121,8 +121,9 @@ pub fn parse(
                     };
                 }
                 Step::Tokens { tokens, .. } => {
+                    let thought = lock(&writer).take(&tokens, run.accounts(), &source_markup);
+                    run.thought(thought);
                     let ends = &run.job().params.stop_tokens;
-                    lock(&writer).take(&tokens, run.accounts(), &source_markup);
                     if let Some(chunk) = source_markup.chunk(tokens, ends) {
                         yield chunk;
                     }
@@ -258,7 +259,8 @@ fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
 }
 
 impl Shared {
-    fn take(&mut self, tokens: &[Token], accounts: &Accounts, markup: &Markup) {
+    /// Returns how many tokens of thinking there are.
+    fn take(&mut self, tokens: &[Token], accounts: &Accounts, markup: &Markup) -> usize {
         let mut reasoning_tokens = self.accounts.reasoning_tokens;
         for token in tokens {
             self.markup |= Some(token.id) == markup.dsml;
@@ -267,6 +269,7 @@ impl Shared {
             self.tokens.push(token.id);
         }
         self.accounts = Accounts { reasoning_tokens, ..accounts.clone() };
+        reasoning_tokens
     }
 
     fn end(&self, stop: Option<String>) -> End {

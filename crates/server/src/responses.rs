@@ -6,6 +6,7 @@ pub mod store;
 use crate::app::{App, Call, new_id, unix_time};
 use crate::chat::{blocking, count_end};
 use crate::error::ApiError;
+use crate::load::Ended;
 use crate::output::{self, Part};
 use crate::sse;
 use crate::usage;
@@ -50,6 +51,8 @@ pub async fn create(
         keep: request.store,
         cancel: request.background.then(Arc::default),
     };
+    let silence = app.silence(&call, &ticket);
+    let accounts = ticket.ended();
     let mut generator = request.generator;
     let echo = request.echo;
     let counter = app.clone();
@@ -92,12 +95,11 @@ pub async fn create(
         }
     });
     if request.background {
-        return background(keeper, events).await;
+        return background(keeper, events, accounts).await;
     }
     if !request.stream {
         return Ok(sse::json(&last_response(&mut events).await?));
     }
-    let keep_alive = app.config.keep_alive;
     let bytes = async_stream::stream! {
         let mut last = (Value::Null, 0);
         while let Some(event) = events.next().await {
@@ -117,7 +119,7 @@ pub async fn create(
             }
         }
     };
-    Ok(sse::response(bytes, keep_alive))
+    Ok(sse::response(bytes, silence))
 }
 
 /// Fields that repeat what was asked.
@@ -197,7 +199,11 @@ impl Keeper {
 }
 
 /// Answers at once with a response in progress, which goes on by itself.
-async fn background(keeper: Keeper, mut events: Events) -> Result<Response<Body>, ApiError> {
+async fn background(
+    keeper: Keeper,
+    mut events: Events,
+    accounts: Ended,
+) -> Result<Response<Body>, ApiError> {
     // The first event has the response as it begins. It comes when the prompt has been read, so
     // until then a response of the same shape stands in.
     let queued = json!({
@@ -234,6 +240,7 @@ async fn background(keeper: Keeper, mut events: Events) -> Result<Response<Body>
         if cancelled {
             drop(events);
             response["status"] = json!("cancelled");
+            response["usage"] = usage::responses(&accounts.all());
             keeper.put(response, false);
         }
     });

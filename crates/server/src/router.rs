@@ -4,6 +4,7 @@ use crate::app::{App, Call, new_id};
 use crate::error::{ApiError, Shape};
 use crate::load::Key;
 use crate::openapi::{self, OPERATIONS};
+use crate::traces::Traces;
 use crate::{chat, completions, messages, responses, sse, status, text};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
@@ -16,6 +17,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 const REQUEST_ID: &str = "x-request-id";
+const PROGRESS: &str = "x-progress";
 
 /// All paths over `app`.
 pub fn router(app: Arc<App>) -> Router {
@@ -71,7 +73,10 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
     let method = request.method().clone();
     let id = request_id(request.headers());
     let route = route_name(&path);
-    let mut response = match admit(&app, &id, request).await {
+    // Questions about the server itself are asked all the time and have no spans.
+    let traces = app.config.traces.as_ref().filter(|_| method == Method::POST);
+    let span = traces.map(|traces| traces.request(method.as_str(), route, request.headers()));
+    let mut response = match admit(&app, &id, span.clone(), request).await {
         Ok(request) => next.run(request).await,
         Err(error) => error.into_response(),
     };
@@ -90,6 +95,9 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
     }
     let status = response.status().as_u16();
     app.metrics.http(route, status);
+    if let Some(span) = &span {
+        Traces::response(span, &id, status);
+    }
     let millis = started.elapsed().as_millis() as u64;
     match reason {
         Some(reason) => {
@@ -101,13 +109,19 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
 }
 
 /// Checks the key and reads the body.
-async fn admit(app: &App, id: &str, request: Request) -> Result<Request, ApiError> {
+async fn admit(
+    app: &App,
+    id: &str,
+    span: Option<opentelemetry::Context>,
+    request: Request,
+) -> Result<Request, ApiError> {
     let (mut parts, body) = request.into_parts();
     let key = match app.config.keys.is_empty() || is_open(parts.uri.path()) {
         true => None,
         false => Some(find_key(&app.config.keys, &parts.headers).ok_or(ApiError::Unauthorized)?),
     };
-    parts.extensions.insert(Call { id: id.to_owned(), key });
+    let progress = wants_progress(&parts.headers)?;
+    parts.extensions.insert(Call { id: id.to_owned(), key, progress, span });
     let body = match parts.method {
         Method::POST => read_body(app, &parts.headers, body).await?,
         _ => Bytes::new(),
@@ -156,6 +170,17 @@ fn find_key(keys: &[Arc<Key>], headers: &HeaderMap) -> Option<Arc<Key>> {
     });
     let secret = bearer.or_else(|| headers.get("x-api-key").map(HeaderValue::as_bytes))?;
     Key::find(keys, secret)
+}
+
+/// Whether streams shall have progress events.
+fn wants_progress(headers: &HeaderMap) -> Result<bool, ApiError> {
+    match headers.get(PROGRESS).map(HeaderValue::as_bytes) {
+        None | Some(b"false") => Ok(false),
+        Some(b"true") => Ok(true),
+        Some(_) => {
+            Err(ApiError::invalid(PROGRESS, format!("the header {PROGRESS} is true or false")))
+        }
+    }
 }
 
 /// The caller's name for the request, if it is harmless, or a new one.

@@ -53,20 +53,34 @@ pub struct Accounts {
     pub output_tokens: usize,
     /// Of these, tokens of thinking.
     pub reasoning_tokens: usize,
-    /// Drafts verified.
+    /// Tokens drafted.
     pub drafted: usize,
-    /// Drafts verified.
+    /// Of these, how many were verified.
     pub verified: usize,
     /// Drafts accepted.
     pub accepted: usize,
     /// Times that the request lost its place in memory.
     pub preemptions: usize,
-    /// Key of the random choices; known at the end.
+    /// Key of the random choices; known when the request has left the queue.
     pub seed: Option<u64>,
+    /// From the submission until the request left the queue.
+    pub admitted: Option<Duration>,
     /// From the submission to the first token.
     pub first_token: Option<Duration>,
     /// From the submission until now or the end.
     pub total: Duration,
+}
+
+impl Accounts {
+    /// Time in the queue, of reading the prompt, and of producing tokens: absent where it did not
+    /// come to that.
+    pub fn phases(&self) -> [(&'static str, Option<Duration>); 3] {
+        let queue = self.admitted.unwrap_or(self.total);
+        let read = self.first_token.unwrap_or(self.total);
+        let prefill = self.admitted.map(|admitted| read.saturating_sub(admitted));
+        let decode = self.first_token.map(|first| self.total.saturating_sub(first));
+        [("queue", Some(queue)), ("prefill", prefill), ("decode", decode)]
+    }
 }
 
 /// A running job. Dropping it aborts the request.
@@ -105,7 +119,10 @@ impl Run {
         request.cache_salt = job.cache_salt.clone();
         request.priority = job.priority;
         let started = Instant::now();
-        let handles = inference.submit_all(request).map_err(ApiError::from)?;
+        let limit = inference.info().queue_limit;
+        let handles = ticket.submit(limit, job.prompt.len(), || {
+            inference.submit_all(request).map_err(ApiError::from)
+        })?;
         let run = |handle| Self {
             failure: failure.clone(),
             job: job.clone(),
@@ -154,13 +171,33 @@ impl Run {
 
     fn end(&mut self, result: Result<FinishReason, &ApiError>) {
         self.ended = true;
+        self.count();
         if !std::mem::replace(&mut self.recorded, true) {
+            self.ticket.ended().add(self.accounts.clone());
             self.record.ended(result, &self.accounts);
         }
     }
 
+    /// Brings the accounts up to date.
+    fn count(&mut self) {
+        let accounts = &mut self.accounts;
+        accounts.total = self.started.elapsed();
+        if accounts.admitted.is_none() {
+            let admitted = self.handle.reading().admitted();
+            accounts.admitted = admitted.map(|at| at.saturating_duration_since(self.started));
+        }
+        let usage = self.handle.usage();
+        accounts.drafted = usage.drafted;
+        accounts.verified = usage.verified;
+        accounts.accepted = usage.accepted;
+        accounts.preemptions = usage.preemptions;
+        if accounts.admitted.is_some() {
+            accounts.seed.get_or_insert(usage.seed);
+        }
+    }
+
     fn step(&mut self, event: Option<Event>) -> Result<Option<Step>, ApiError> {
-        self.accounts.total = self.started.elapsed();
+        self.count();
         match event {
             Some(Event::PromptRead { cached, logprobs }) if !self.ready => {
                 self.ready = true;
@@ -185,10 +222,6 @@ impl Run {
                 Ok(Some(self.take(tokens, text)))
             }
             Some(Event::Finished { reason, usage }) => {
-                self.accounts.drafted += usage.drafted;
-                self.accounts.verified += usage.verified;
-                self.accounts.accepted += usage.accepted;
-                self.accounts.preemptions += usage.preemptions;
                 self.accounts.seed = Some(usage.seed);
                 self.end(Ok(reason));
                 Ok(Some(Step::End(reason)))
@@ -209,7 +242,12 @@ impl Run {
         Step::Tokens { tokens, text }
     }
 
-    /// Accounts until now. Tokens of thinking are counted by who knows where it ends.
+    /// Says how many tokens of thinking there are: whoever reads the answer knows where it ends.
+    pub fn thought(&mut self, tokens: usize) {
+        self.accounts.reasoning_tokens = tokens;
+    }
+
+    /// Accounts until now.
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
     }
@@ -232,7 +270,6 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        self.accounts.total = self.started.elapsed();
         self.end(Ok(match self.complete.load(Relaxed) {
             true => FinishReason::Stop,
             false => FinishReason::Aborted,

@@ -24,6 +24,12 @@ pub struct Reply {
     pub burst: usize,
     /// Time before each event; zero sends everything at once.
     pub pace: Duration,
+    /// Time in the queue.
+    pub wait: Duration,
+    /// Time of reading the prompt, before the time of the first event.
+    pub reading: Duration,
+    /// Drafts that are said to have been verified and accepted at each event.
+    pub drafts: (usize, usize),
     /// Fails with this instead of the end.
     pub failure: Option<RequestError>,
 }
@@ -37,6 +43,9 @@ impl Reply {
             cached: 0,
             burst: 1,
             pace: Duration::ZERO,
+            wait: Duration::ZERO,
+            reading: Duration::ZERO,
+            drafts: (0, 0),
             failure: None,
         }
     }
@@ -79,6 +88,25 @@ struct Active {
     events: std::vec::IntoIter<Event>,
     due: Instant,
     pace: Duration,
+    /// When it leaves the queue, and how long its prompt takes then.
+    admission: Instant,
+    reading: Duration,
+    begun: bool,
+    usage: Usage,
+    drafts: (usize, usize),
+}
+
+impl Active {
+    /// Leaves the queue and reads the prompt, as far as it is time for it.
+    fn begin(&mut self, now: Instant) {
+        let Some(passed) = now.checked_duration_since(self.admission) else { return };
+        self.sink.admitted();
+        let whole = self.reading.as_secs_f64();
+        let part = if whole > 0.0 { (passed.as_secs_f64() / whole).min(1.0) } else { 1.0 };
+        self.sink.read((self.usage.prompt_tokens as f64 * part) as usize);
+        self.sink.count(self.usage);
+        self.begun = part == 1.0;
+    }
 }
 
 impl Shared {
@@ -98,7 +126,8 @@ impl Scripted {
         let shared = Arc::new(Shared::default());
         let driver = shared.clone();
         std::thread::spawn(move || drive(&driver));
-        let info = Info { tokenizer, vocab, max_tokens, fingerprint: Some("scripted".into()) };
+        let fingerprint = Some("scripted".into());
+        let info = Info { tokenizer, vocab, max_tokens, queue_limit: 1024, fingerprint };
         Self {
             info,
             script: Box::new(script),
@@ -171,16 +200,9 @@ impl Scripted {
             events.push(Event::Tokens { tokens, text: text[from..to].to_owned() });
             from = to;
         }
-        let usage = Usage {
-            prompt_tokens: prompt,
-            cached_tokens: reply.cached,
-            output_tokens: tokens.len(),
-            seed: params.seed.unwrap_or(0),
-            ..Usage::default()
-        };
         events.push(match &reply.failure {
             Some(error) => Event::Failed(error.clone()),
-            None => Event::Finished { reason, usage },
+            None => Event::Finished { reason, usage: Usage::default() },
         });
         events
     }
@@ -217,9 +239,25 @@ impl Inference for Scripted {
         let (sink, handle) = event_queue(id);
         self.shared.prompt.fetch_add(prompt.len() as u64, Relaxed);
         self.shared.cached.fetch_add(reply.cached as u64, Relaxed);
-        let due = Instant::now() + reply.pace;
-        let mut active = Active { sink, events: events.into_iter(), due, pace: reply.pace };
-        if reply.pace.is_zero() {
+        let admission = Instant::now() + reply.wait;
+        let usage = Usage {
+            prompt_tokens: prompt.len(),
+            cached_tokens: reply.cached,
+            seed: request.params.seed.unwrap_or(0),
+            ..Usage::default()
+        };
+        let mut active = Active {
+            sink,
+            events: events.into_iter(),
+            due: admission + reply.reading + reply.pace,
+            pace: reply.pace,
+            admission,
+            reading: reply.reading,
+            begun: false,
+            usage,
+            drafts: reply.drafts,
+        };
+        if (reply.wait + reply.reading + reply.pace).is_zero() {
             while self.shared.advance(&mut active) {}
         } else {
             self.shared.lock().active.push(active);
@@ -282,13 +320,22 @@ impl Drop for Scripted {
 impl Shared {
     /// Sends the next event. Returns whether there are more.
     fn advance(&self, active: &mut Active) -> bool {
-        let Some(event) = active.events.next() else { return false };
-        match &event {
+        let Some(mut event) = active.events.next() else { return false };
+        if !active.begun {
+            active.begin(active.due);
+        }
+        match &mut event {
             Event::Tokens { tokens, .. } => {
                 self.output.fetch_add(tokens.len() as u64, Relaxed);
+                active.usage.output_tokens += tokens.len();
+                active.usage.drafted += active.drafts.0;
+                active.usage.verified += active.drafts.0;
+                active.usage.accepted += active.drafts.1;
+                active.sink.count(active.usage);
             }
-            Event::Finished { .. } => {
+            Event::Finished { usage, .. } => {
                 self.finished.fetch_add(1, Relaxed);
+                *usage = active.usage;
             }
             _ => {}
         }
@@ -308,6 +355,9 @@ fn drive(shared: &Shared) {
                 if active.sink.abandoned() {
                     shared.aborted.fetch_add(1, Relaxed);
                     return false;
+                }
+                if !active.begun {
+                    active.begin(now);
                 }
                 active.due > now || shared.advance(active)
             });

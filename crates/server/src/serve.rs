@@ -5,12 +5,13 @@ use crate::router::router;
 use crate::watch;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -26,6 +27,25 @@ pub enum ServeError {
         /// Why.
         reason: String,
     },
+}
+
+type Service = TowerToHyperService<axum::Router>;
+
+/// Serves a connection until it ends, or its last response after the server has begun to drain.
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    service: Service,
+    watcher: Watcher,
+    limit: Duration,
+) {
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limit)
+        .serve_connection(TokioIo::new(stream), service);
+    // A client's fault, or its leaving.
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(%error, "connection");
+    }
 }
 
 /// Time that clients get to read their errors after the engine has failed.
@@ -64,7 +84,7 @@ pub async fn serve_until(
     watch::start(&app);
     let tester = app.clone();
     std::thread::spawn(move || watch::self_test(&tester));
-    let service = TowerToHyperService::new(router(app.clone()));
+    let service = Service::new(router(app.clone()));
     let graceful = GracefulShutdown::new();
     let mut failures = app.failures();
     let failed = async {
@@ -79,17 +99,21 @@ pub async fn serve_until(
                 continue;
             };
             let _ = stream.set_nodelay(true);
-            let connection = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(app.config.read_timeout)
-                .serve_connection(TokioIo::new(stream), service.clone());
-            let connection = graceful.watch(connection);
-            tokio::spawn(async move {
-                // A client's fault, or its leaving.
-                if let Err(error) = connection.await {
-                    tracing::debug!(%error, "connection");
+            let (service, watcher) = (service.clone(), graceful.watcher());
+            let limit = app.config.read_timeout;
+            match &app.config.tls {
+                None => drop(tokio::spawn(connection(stream, service, watcher, limit))),
+                Some(tls) => {
+                    let handshake = tls.acceptor().accept(stream);
+                    tokio::spawn(async move {
+                        match tokio::time::timeout(limit, handshake).await {
+                            Ok(Ok(stream)) => connection(stream, service, watcher, limit).await,
+                            Ok(Err(error)) => tracing::debug!(%error, "handshake"),
+                            Err(_) => tracing::debug!("the handshake took too long"),
+                        }
+                    });
                 }
-            });
+            }
         }
     };
     let reason = tokio::select! {

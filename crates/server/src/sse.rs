@@ -1,11 +1,13 @@
 //! Server-sent events.
 
+use crate::load::Prompts;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, Response, header};
 use serde::Serialize;
+use serde_json::json;
 use std::convert::Infallible;
 use std::pin::pin;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio_stream::{Stream, StreamExt};
 
 /// An event's bytes. `name` is for protocols whose events have names.
@@ -28,20 +30,47 @@ pub fn event(name: Option<&str>, data: &impl Serialize) -> Bytes {
 /// The end of OpenAI's streams.
 pub const DONE: Bytes = Bytes::from_static(b"data: [DONE]\n\n");
 
-/// A response that sends `events` as they come, and a comment, which clients skip, whenever there
-/// was nothing to send for `keep_alive`.
+/// What is sent while there are no events.
+pub struct Silence {
+    /// Longest time without anything.
+    pub keep_alive: Duration,
+    /// Prompts whose progress was asked for.
+    pub prompts: Option<Prompts>,
+}
+
+/// Time between two progress events.
+const PROGRESS: Duration = Duration::from_millis(250);
+
+/// A response that sends `events` as they come. When there was nothing to send for a while, it sends
+/// a comment, which clients skip; if asked for, also how far the prompt has been read.
 pub fn response(
     events: impl Stream<Item = Bytes> + Send + 'static,
-    keep_alive: Duration,
+    silence: Silence,
 ) -> Response<Body> {
     let events = async_stream::stream! {
         let mut events = pin!(events);
+        let mut reported = None;
+        let mut sent = Instant::now();
+        let pause = match silence.prompts {
+            Some(_) => PROGRESS.min(silence.keep_alive),
+            None => silence.keep_alive,
+        };
         loop {
-            match tokio::time::timeout(keep_alive, events.next()).await {
+            match tokio::time::timeout(pause, events.next()).await {
                 Ok(Some(event)) => yield Ok::<_, Infallible>(event),
                 Ok(None) => return,
-                Err(_) => yield Ok(Bytes::from_static(b": keep-alive\n\n")),
+                Err(_) => match silence.prompts.as_ref().map(Prompts::read) {
+                    Some(read) if reported != Some(read) => {
+                        reported = Some(read);
+                        yield Ok(progress(read));
+                    }
+                    _ if sent.elapsed() >= silence.keep_alive => {
+                        yield Ok(Bytes::from_static(b": keep-alive\n\n"));
+                    }
+                    _ => continue,
+                },
             }
+            sent = Instant::now();
         }
     };
     let mut response = Response::new(Body::from_stream(events));
@@ -51,6 +80,13 @@ pub fn response(
     // Asks proxies not to collect the events.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
+}
+
+/// Prompt tokens that have been read, of all. With empty choices, so that clients which take every
+/// event for a chunk of an answer find nothing in it.
+fn progress((done, total): (usize, usize)) -> Bytes {
+    let data = json!({"type": "progress", "done": done, "total": total, "choices": []});
+    event(Some("progress"), &data)
 }
 
 /// A JSON response.

@@ -1,7 +1,7 @@
 //! Watching the engine: whether its loop still takes turns, and whether its answers are right.
 
-use crate::app::{App, SelfTest};
-use deepinfer::request::{Request, SamplingParams};
+use crate::app::App;
+use deepinfer::request::{Request, RequestError, SamplingParams};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Weak};
@@ -47,6 +47,9 @@ pub fn start(app: &Arc<App>) {
     });
 }
 
+/// Text whose continuation is tested if no other test is given, and tokens to produce.
+const TEST: (&str, usize) = ("The capital of France is", 8);
+
 /// Runs the self-test, which makes the server ready or fails it. Blocks.
 pub fn self_test(app: &App) {
     match tested(app) {
@@ -55,22 +58,52 @@ pub fn self_test(app: &App) {
     }
 }
 
+/// The most probable continuation of a prompt must be the known one, if there is one, and the same
+/// again when the prompt comes from the prefix cache.
 fn tested(app: &App) -> Result<(), String> {
-    let short = SelfTest { prompt: vec![app.info().tokenizer.bos().unwrap_or(0)], tokens: vec![] };
+    let tokenizer = &app.info().tokenizer;
     let known = app.config.self_test.as_ref();
-    let test = known.unwrap_or(&short);
-    let params = SamplingParams {
-        max_tokens: Some(test.tokens.len().max(1)),
-        ignore_eos: true,
-        ..SamplingParams::greedy()
-    };
-    let request = Request::tokens(test.prompt.clone(), params);
-    let handle = app.inference.submit(request).map_err(|error| error.to_string())?;
-    let found = handle.wait().map_err(|error| error.to_string())?.ids();
-    match known {
-        Some(test) if found != test.tokens => {
-            Err(format!("the tokens must be {:?} and are {found:?}", test.tokens))
+    let (prompt, count) = match known {
+        Some(test) => (test.prompt.clone(), test.tokens.len()),
+        None => {
+            let ids = tokenizer.encode(TEST.0).map_err(|error| error.to_string())?;
+            (tokenizer.bos().into_iter().chain(ids).collect(), TEST.1)
         }
-        _ => Ok(()),
+    };
+    let first = continuation(app, &prompt, count)?;
+    if let Some(test) = known.filter(|test| test.tokens != first) {
+        return Err(format!("the tokens must be {:?} and are {first:?}", test.tokens));
+    }
+    if first.is_empty() {
+        return Err("no token was produced".into());
+    }
+    let second = continuation(app, &prompt, count)?;
+    match first == second {
+        true => Ok(()),
+        false => Err(format!("the tokens were {first:?} at first, then {second:?}")),
+    }
+}
+
+/// The most probable continuation of a prompt. A full queue is waited for.
+fn continuation(app: &App, prompt: &[u32], count: usize) -> Result<Vec<u32>, String> {
+    loop {
+        let params = SamplingParams {
+            max_tokens: Some(count.max(1)),
+            ignore_eos: true,
+            ..SamplingParams::greedy()
+        };
+        let mut request = Request::tokens(prompt, params);
+        request.priority = i32::MAX;
+        request.cache_salt = Some("self-test".into());
+        let found = app.inference.submit(request).and_then(|handle| handle.wait());
+        match found {
+            Ok(found) => return Ok(found.ids()),
+            Err(
+                RequestError::QueueFull { .. }
+                | RequestError::QueueTokensFull { .. }
+                | RequestError::WaitedTooLong { .. },
+            ) => std::thread::sleep(PAUSE),
+            Err(error) => return Err(error.to_string()),
+        }
     }
 }

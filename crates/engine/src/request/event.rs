@@ -2,8 +2,8 @@
 
 use super::RequestError;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -134,9 +134,30 @@ impl Completion {
     }
 }
 
+/// How far the engine is with a request's prompt. Changes while it is looked at.
+#[derive(Debug, Default)]
+pub struct Reading {
+    admitted: OnceLock<Instant>,
+    read: AtomicUsize,
+}
+
+impl Reading {
+    /// When the request left the queue for the first time.
+    pub fn admitted(&self) -> Option<Instant> {
+        self.admitted.get().copied()
+    }
+
+    /// Prompt tokens that come from the prefix cache, have been read, or are read by the step that
+    /// runs.
+    pub fn read(&self) -> usize {
+        self.read.load(Ordering::Relaxed)
+    }
+}
+
 #[derive(Default)]
 struct Queue {
     events: VecDeque<Event>,
+    usage: Usage,
     closed: bool,
     waker: Option<Waker>,
 }
@@ -146,6 +167,7 @@ struct Shared {
     queue: Mutex<Queue>,
     arrived: Condvar,
     abandoned: AtomicBool,
+    reading: Arc<Reading>,
 }
 
 impl Shared {
@@ -174,6 +196,9 @@ impl EventSink {
             if queue.closed {
                 return;
             }
+            if let Event::Finished { usage, .. } = &event {
+                queue.usage = *usage;
+            }
             queue.events.push_back(event);
             queue.closed = last;
             queue.waker.take()
@@ -182,6 +207,21 @@ impl EventSink {
         if let Some(waker) = waker {
             waker.wake();
         }
+    }
+
+    /// Says that the request has left the queue; counts the first time only.
+    pub fn admitted(&self) {
+        self.shared.reading.admitted.get_or_init(Instant::now);
+    }
+
+    /// Says how many prompt tokens have been read.
+    pub fn read(&self, tokens: usize) {
+        self.shared.reading.read.store(tokens, Ordering::Relaxed);
+    }
+
+    /// Says what has been counted until now. [`Event::Finished`] says it too.
+    pub fn count(&self, usage: Usage) {
+        self.shared.lock().usage = usage;
     }
 
     /// Whether the caller has dropped its handle or called [`RequestHandle::abort`].
@@ -207,6 +247,17 @@ impl RequestHandle {
     /// Number of the request.
     pub fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// How far the engine is with the prompt.
+    pub fn reading(&self) -> Arc<Reading> {
+        self.shared.reading.clone()
+    }
+
+    /// Counts until now, of events that have not been read yet too; for a request that is given up,
+    /// the last that there are.
+    pub fn usage(&self) -> Usage {
+        self.shared.lock().usage
     }
 
     /// The next event; blocks. `None` after the last one.

@@ -42,6 +42,7 @@ impl Scheduler {
                 if !sequence.started {
                     self.waiting_tokens -= sequence.prompt_len;
                     self.metrics.queued_for(sequence.arrival.elapsed());
+                    sequence.admitted();
                 }
                 sequence.started = true;
                 self.running.insert((Reverse(sequence.priority), sequence.id));

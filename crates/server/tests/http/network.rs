@@ -1,6 +1,7 @@
 //! Over real connections: leaving clients, slow clients, keys, signals, a dying engine.
 
 use crate::common::*;
+use deepinfer::request::RequestError;
 use deepinfer_server::scripted::Reply;
 use deepinfer_server::{Config, Inference, Key, ServeError, serve_until};
 use serde_json::json;
@@ -16,10 +17,10 @@ use tokio::task::JoinHandle;
 /// One server at a time: some tests measure time.
 static ALONE: Mutex<()> = Mutex::const_new(());
 
-struct Running {
+pub struct Running {
     _alone: MutexGuard<'static, ()>,
-    server: Server,
-    address: SocketAddr,
+    pub server: Server,
+    pub address: SocketAddr,
     drain: Arc<Notify>,
     stop: Arc<Notify>,
     task: JoinHandle<Result<(), ServeError>>,
@@ -40,11 +41,20 @@ fn open_sockets(port: u16) -> usize {
 
 /// Answers slowly and for long, unless told otherwise.
 async fn start(config: Config, pace: Duration, count: usize) -> Running {
-    let alone = ALONE.lock().await;
-    let server = Server::scripted(config, move |_| {
+    start_with(config, move |_| {
         let tokens = tokens("a").repeat(count);
         Ok(Reply { pace, ..Reply::tokens(tokens) })
-    });
+    })
+    .await
+}
+
+/// Answers as told.
+pub async fn start_with(
+    config: Config,
+    script: impl Fn(&[u32]) -> Result<Reply, RequestError> + Send + Sync + 'static,
+) -> Running {
+    let alone = ALONE.lock().await;
+    let server = Server::scripted(config, script);
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let address = listener.local_addr().expect("an address");
     let (drain, stop) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -55,42 +65,42 @@ async fn start(config: Config, pace: Duration, count: usize) -> Running {
     Running { _alone: alone, server, address, drain, stop, task }
 }
 
-fn request(path: &str, headers: &str, body: &str) -> String {
+pub fn request(path: &str, headers: &str, body: &str) -> String {
     format!(
         "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n{headers}\r\n{body}",
         body.len()
     )
 }
 
-fn stream_body() -> String {
+pub fn stream_body() -> String {
     chat(json!({"stream": true, "reasoning_effort": "none", "max_tokens": 20_000})).to_string()
 }
 
-const CHAT: &str = "/v1/chat/completions";
+pub const CHAT: &str = "/v1/chat/completions";
 
 impl Running {
-    async fn connect(&self) -> TcpStream {
+    pub async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.expect("a connection")
     }
 
-    async fn send(&self, text: &str) -> TcpStream {
+    pub async fn send(&self, text: &str) -> TcpStream {
         let mut stream = self.connect().await;
         stream.write_all(text.as_bytes()).await.expect("sent");
         stream
     }
 
     /// The whole answer, on a connection that closes after it.
-    async fn exchange(&self, text: &str) -> String {
+    pub async fn exchange(&self, text: &str) -> String {
         let text = text.replacen("\r\n", "\r\nconnection: close\r\n", 1);
         read_all(self.send(&text).await).await
     }
 
-    async fn get(&self, path: &str) -> String {
+    pub async fn get(&self, path: &str) -> String {
         self.exchange(&format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await
     }
 
     /// Waits until the server works on `open` requests and the engine on as many.
-    async fn settle(&self, open: usize) {
+    pub async fn settle(&self, open: usize) {
         for _ in 0..1000 {
             let running = self.server.engine.figures().running as usize;
             if self.server.app.open.load(Relaxed) == open && running == open {
@@ -103,7 +113,7 @@ impl Running {
     }
 }
 
-async fn read_all(mut stream: TcpStream) -> String {
+pub async fn read_all(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
     // A connection that is cut gives what came before.
     let _ = stream.read_to_end(&mut bytes).await;
@@ -111,7 +121,7 @@ async fn read_all(mut stream: TcpStream) -> String {
 }
 
 /// Reads until `wanted` has come.
-async fn read_until(stream: &mut TcpStream, wanted: &str) -> String {
+pub async fn read_until(stream: &mut TcpStream, wanted: &str) -> String {
     let mut text = String::new();
     let mut buffer = [0; 4096];
     while !text.contains(wanted) {

@@ -1,0 +1,132 @@
+//! Clients that are slow, malformed or mean: they get an error or are cut, and nobody else notices.
+
+use crate::common::*;
+use crate::network::*;
+use deepinfer_server::Config;
+use deepinfer_server::scripted::Reply;
+use serde_json::json;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+const LIMIT: Duration = Duration::from_millis(400);
+
+async fn server() -> Running {
+    let config = Config { read_timeout: LIMIT, ..Config::default() };
+    start_with(config, |_| Ok(Reply::tokens(tokens("a").repeat(8)))).await
+}
+
+/// A request that must be answered at once.
+async fn others_are_served(running: &Running) {
+    let body = chat(json!({"max_tokens": 2})).to_string();
+    let answer = running.exchange(&request(CHAT, "", &body)).await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn trickling_heads_and_bodies_are_cut() {
+    let running = server().await;
+    let body = chat(json!({"max_tokens": 2})).to_string();
+    let whole = request(CHAT, "", &body);
+    let head = whole.len() - body.len();
+    // One byte every 20 ms would take minutes.
+    for start in [0, head] {
+        let mut stream = running.send(&whole[..start]).await;
+        let begin = Instant::now();
+        let mut answer = Vec::new();
+        let mut buffer = [0; 1024];
+        for byte in &whole.as_bytes()[start..] {
+            if stream.write_all(&[*byte]).await.is_err() {
+                break;
+            }
+            let pause = Duration::from_millis(20);
+            match tokio::time::timeout(pause, stream.read(&mut buffer)).await {
+                Ok(Ok(0) | Err(_)) => break,
+                Ok(Ok(n)) => answer.extend_from_slice(&buffer[..n]),
+                Err(_) => {}
+            }
+        }
+        let answer = String::from_utf8_lossy(&answer).into_owned();
+        assert!(begin.elapsed() < LIMIT * 20, "it was not cut");
+        assert!(!answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert_eq!(answer.starts_with("HTTP/1.1 408"), start == head, "{answer}");
+        others_are_served(&running).await;
+    }
+    running.settle(0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_are_closed() {
+    let running = server().await;
+    // One that says nothing, and one that has had its answer.
+    let silent = running.connect().await;
+    let mut served = running.send("GET /health HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    read_until(&mut served, "ok").await;
+    for stream in [silent, served] {
+        let closed = tokio::time::timeout(LIMIT * 20, read_all(stream)).await;
+        closed.expect("the server closes it");
+    }
+    others_are_served(&running).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn readers_that_do_not_read_block_nobody() {
+    let script = |_: &[u32]| {
+        Ok(Reply { pace: Duration::from_micros(1), ..Reply::tokens(tokens("a").repeat(60_000)) })
+    };
+    let running = start_with(Config::default(), script).await;
+    let mut stuck = Vec::new();
+    for _ in 0..4 {
+        let body = chat(json!({"stream": true, "max_tokens": 60_000})).to_string();
+        stuck.push(running.send(&request(CHAT, "", &body)).await);
+    }
+    for _ in 0..3 {
+        others_are_served(&running).await;
+    }
+    drop(stuck);
+    running.settle(0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn malformed_requests_get_an_error_or_are_cut() {
+    let running = server().await;
+    let post = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\n");
+    let many = (0..300).map(|i| format!("x-{i}: y\r\n")).collect::<String>();
+    let long = "y".repeat(1 << 20);
+    let cases = [
+        "\r\n\r\n\r\n".to_owned(),
+        "\u{0}\u{1}\u{2}\r\n\r\n".to_owned(),
+        "\u{16}\u{3}\u{1}\u{2}\u{0}\u{1}\u{0}\u{1}\r\n\r\n".to_owned(),
+        "GET\r\n\r\n".to_owned(),
+        "GET / HTTP/9.9\r\n\r\n".to_owned(),
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_owned(),
+        "GET http://[::1 HTTP/1.1\r\nhost: x\r\n\r\n".to_owned(),
+        "GET /%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n".to_owned(),
+        format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "a/".repeat(40_000)),
+        format!("GET / HTTP/1.1\r\nhost: x\r\nx: {long}\r\n\r\n"),
+        format!("GET / HTTP/1.1\r\n{many}\r\n\r\n"),
+        "GET / HTTP/1.1\r\nno colon here\r\n\r\n".to_owned(),
+        "GET / HTTP/1.1\r\nhost: x\r\nbad\u{0}name: y\r\n\r\n".to_owned(),
+        format!("{post}content-length: -1\r\n\r\n{{}}"),
+        format!("{post}content-length: 99999999999999999999\r\n\r\n{{}}"),
+        format!("{post}content-length: 2\r\ncontent-length: 3\r\n\r\n{{}}"),
+        format!("{post}transfer-encoding: chunked\r\n\r\nzz\r\n{{}}\r\n0\r\n\r\n"),
+        format!("{post}transfer-encoding: chunked\r\n\r\nffffffffffffffff1\r\n"),
+        format!("{post}transfer-encoding: gzip\r\ncontent-length: 2\r\n\r\n{{}}"),
+        format!("{post}content-length: 400\r\n\r\n{{\"half\":"),
+        format!("{post}content-length: 2\r\n\r\n{{}}GARBAGE\r\n\r\n"),
+    ];
+    for case in cases {
+        let answer = tokio::time::timeout(Duration::from_secs(20), async {
+            let mut stream = running.connect().await;
+            // The server may hang up before all of it has been sent.
+            let _ = stream.write_all(case.as_bytes()).await;
+            read_all(stream).await
+        });
+        let answer = answer.await.expect("it is answered or cut");
+        let shown: String = case.chars().take(60).collect();
+        let served = ["HTTP/1.1 200 OK\r\ncontent-type: text/event-stream", "HTTP/1.1 5"];
+        assert!(!served.iter().any(|start| answer.starts_with(start)), "{shown:?}: {answer}");
+    }
+    others_are_served(&running).await;
+    running.settle(0).await;
+}
