@@ -243,13 +243,10 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
     }
 
 FEW(bf16_1, BF16, 1, true, 3)
-FEW(bf16_2, BF16, 2, true, 2)
 FEW(bf16_odd, BF16, 1, false, 2)
 FEW(fp8_1, FP8, 1, true, 3)
-FEW(fp8_2, FP8, 2, true, 2)
 FEW(fp8_odd, FP8, 1, false, 2)
 FEW(fp4_1, FP4, 1, true, 3)
-FEW(fp4_2, FP4, 2, true, 2)
 FEW(fp4_odd, FP4, 1, false, 2)
 
 // ---- many rows of x: one block for 128 weight rows and TM rows of x ----
@@ -289,9 +286,9 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-// k is a multiple of 8. With several blocks along z each takes one chunk, and writes its sums as
-// they are to `out` [chunk, m, groups n] of f32.
-template <int FORMAT, int TM>
+// k is a multiple of 8. With SPLIT, a block takes the chunk of its place along z, and writes its sums
+// as they are to `out` [chunk, m, groups n] of f32.
+template <int FORMAT, int TM, bool SPLIT>
 __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     const int COLUMNS = TM / 8;
     __shared__ TileMemory<TM> memory;
@@ -315,7 +312,7 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     x += ((u64)m0 * s.groups + group) * s.k + copy_column;
 
     u32 first = 0, last = slabs_end(s);
-    if (gridDim.z > 1) {
+    if (SPLIT) {
         first = blockIdx.z * s.chunk;
         last = min(first + s.chunk, last);
     }
@@ -383,7 +380,7 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
             }
         }
         stage = stage == STAGES - 1 ? 0 : stage + 1;
-        if (at + SLAB == chunk_end || at + SLAB >= last) {
+        if (!SPLIT && (at + SLAB == chunk_end || at + SLAB >= last)) {
             chunk_end += s.chunk;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -399,7 +396,7 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
         }
     }
 
-    if (gridDim.z > 1) {
+    if (SPLIT) {
         out = (float*)out + (u64)blockIdx.z * s.m * s.groups * s.n;
         s.to_f32 = 1;
         s.factor = 1.0f;
@@ -412,10 +409,11 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             float* at = memory.out + (8 * j + 2 * t) * OUT_STRIDE + 32 * warp + 16 * i + g;
-            at[0] = totals[i][j][0];
-            at[OUT_STRIDE] = totals[i][j][1];
-            at[8] = totals[i][j][2];
-            at[OUT_STRIDE + 8] = totals[i][j][3];
+            const float(&sum)[4] = SPLIT ? sums[i][j] : totals[i][j];
+            at[0] = sum[0];
+            at[OUT_STRIDE] = sum[1];
+            at[8] = sum[2];
+            at[OUT_STRIDE + 8] = sum[3];
         }
     }
     __syncthreads();
@@ -443,20 +441,26 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     }
 }
 
-#define TILE(NAME, FORMAT, TM, BLOCKS)                                                             \
+#define TILE(NAME, FORMAT, TM, SPLIT, BLOCKS)                                                      \
     extern "C" __global__ void __launch_bounds__(32 * TILE_WARPS, BLOCKS)                          \
-        linear_tile_##NAME##_##TM(PARAMS) {                                                        \
-        tile<FORMAT, TM>(x, WEIGHT, SHAPE, out);                                                   \
+        linear_##NAME##_##TM(PARAMS) {                                                             \
+        tile<FORMAT, TM, SPLIT>(x, WEIGHT, SHAPE, out);                                            \
     }
 
-TILE(bf16, BF16, 32, 3)
-TILE(bf16, BF16, 64, 2)
-TILE(fp8, FP8, 32, 3)
-TILE(fp8, FP8, 64, 2)
-TILE(fp4, FP4, 32, 3)
-TILE(fp4, FP4, 64, 2)
+TILE(tile_bf16, BF16, 32, false, 2)
+TILE(tile_bf16, BF16, 64, false, 2)
+TILE(tile_fp8, FP8, 32, false, 3)
+TILE(tile_fp8, FP8, 64, false, 2)
+TILE(tile_fp4, FP4, 32, false, 3)
+TILE(tile_fp4, FP4, 64, false, 2)
+TILE(split_bf16, BF16, 32, true, 3)
+TILE(split_bf16, BF16, 64, true, 2)
+TILE(split_fp8, FP8, 32, true, 4)
+TILE(split_fp8, FP8, 64, true, 2)
+TILE(split_fp4, FP4, 32, true, 4)
+TILE(split_fp4, FP4, 64, true, 2)
 
-// Adds the chunk sums of `tile`, ascending.
+// Adds the chunk sums of split tiles, ascending.
 extern "C" __global__ void __launch_bounds__(256)
     linear_sum(const float* __restrict__ partial, u32 chunks, u64 count, float factor, u32 to_f32, void* __restrict__ out) {
     u64 i = (u64)blockIdx.x * 256 + threadIdx.x;

@@ -16,7 +16,13 @@ const F32_CHUNKS: usize = 32;
 /// Least values in a chunk.
 const LEAST_CHUNK: usize = 256;
 /// Rows of x up to which a block holds them all, and each warp a chunk.
-const FEW_ROWS: usize = 16;
+const FEW_ROWS: usize = 8;
+/// Rows of x up to which f32 weights get a block for each product.
+const FEW_F32_ROWS: usize = 16;
+/// Rows of x of a block for many rows: the smaller one lets more blocks share a multiprocessor.
+const TILE_M: [usize; 2] = [32, 64];
+/// Rows of x up to which the smaller one serves, with all chunks in a block and with one.
+const SMALL_TILE_ROWS: [usize; 2] = [32, 128];
 /// Weight rows, and threads, of a block for many rows.
 const TILE_N: usize = 128;
 /// Blocks for many rows below which chunks get blocks of their own.
@@ -128,7 +134,7 @@ impl Product<'_> {
         let name = match self.w.format {
             Format::F32 => {
                 // Few rows of x get more blocks, with more warps.
-                let (r, warps) = if rows <= FEW_ROWS { (1, F32_CHUNKS) } else { (4, 8) };
+                let (r, warps) = if rows <= FEW_F32_ROWS { (1, F32_CHUNKS) } else { (4, 8) };
                 let blocks = [self.groups * n.div_ceil(r), rows.div_ceil(r), 1];
                 let threads = chunks.min(warps) * 32;
                 let kernel = format!("linear_f32_{r}");
@@ -141,24 +147,25 @@ impl Product<'_> {
         // Rows of x that do not start at multiples of 16 bytes are read value by value.
         let odd = !self.w.cols.is_multiple_of(8);
         if rows <= FEW_ROWS || odd {
-            let (kernel, high) = match rows {
-                _ if odd => ("odd", 8),
-                0..=8 => ("1", 8),
-                _ => ("2", 16),
-            };
+            let kernel = if odd { "odd" } else { "1" };
             let kernel = format!("linear_few_{name}_{kernel}");
-            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(high), 1];
+            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(FEW_ROWS), 1];
             return self.launch(cuda, &kernel, blocks, chunks * 32, x, rows, out);
         }
-        let high = if rows <= 32 { 32 } else { 64 };
-        let kernel = format!("linear_tile_{name}_{high}");
-        let (tiles, high) = (self.groups * n.div_ceil(TILE_N), rows.div_ceil(high));
+        let tiles = self.groups * n.div_ceil(TILE_N);
+        let high = TILE_M[usize::from(rows > SMALL_TILE_ROWS[0])];
         let sums = rows * self.w.rows;
-        if chunks == 1 || tiles * high >= FEW_BLOCKS || chunks * sums > MOST_SUMS {
-            return self.launch(cuda, &kernel, [high, tiles, 1], TILE_N, x, rows, out);
+        let many = tiles * rows.div_ceil(high) >= FEW_BLOCKS;
+        if chunks == 1 || many || chunks * sums > MOST_SUMS {
+            let kernel = format!("linear_tile_{name}_{high}");
+            let blocks = [rows.div_ceil(high), tiles, 1];
+            return self.launch(cuda, &kernel, blocks, TILE_N, x, rows, out);
         }
+        let high = TILE_M[usize::from(rows > SMALL_TILE_ROWS[1])];
+        let kernel = format!("linear_split_{name}_{high}");
+        let blocks = [rows.div_ceil(high), tiles, chunks];
         let partial = scratch.take::<f32>(chunks * sums)?;
-        self.launch(cuda, &kernel, [high, tiles, chunks], TILE_N, x, rows, partial)?;
+        self.launch(cuda, &kernel, blocks, TILE_N, x, rows, partial)?;
         let args =
             args![partial, u32_of(chunks), sums as u64, self.factor, u32::from(self.to_f32), out,];
         cuda.launch(self.operation, "linear_sum", [sums.div_ceil(256), 1, 1], 256, 0, args)
