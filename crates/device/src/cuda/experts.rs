@@ -4,7 +4,7 @@
 
 use super::launch::{Arg, MAX_SHARED, args, u32_of};
 use super::memory::{Buffer, Memory, Ptr};
-use super::stored::{Matrix, check_stored};
+use super::stored::{Matrix, readable};
 use super::{Cuda, lock};
 use crate::error::DeviceError;
 use crate::ops::Result;
@@ -131,7 +131,6 @@ impl Projection {
                     reason: format!("the first expert of the layer has {first:?} here"),
                 });
             }
-            check_stored(m)?;
         }
         let shape = first.format.scale_shape(first.rows + first.scale_row0, first.cols);
         (layout.scale_rows, layout.scale_stride) = shape.unwrap_or((0, 0));
@@ -156,6 +155,7 @@ impl Projection {
 impl Experts {
     /// Copies the experts of a layer to the device. All have one shape and format.
     pub(super) fn new(cuda: &Cuda, stored: Vec<Expert<StoredMatrix>>) -> Result<Self> {
+        let stored = readable(stored)?;
         let count = stored.len();
         if count == 0 {
             return Ok(Self { count, weights: None });

@@ -5,8 +5,11 @@ use super::lock;
 use super::memory::{Memory, Ptr};
 use super::staging::{Pinned, pad_rows};
 use crate::error::DeviceError;
+use crate::formats::dequantize_matrix_row;
 use crate::ops::Result;
-use crate::tensor::{Format, StoredMatrix};
+use crate::tensor::{Expert, Format, StoredMatrix};
+use bytes::Bytes;
+use half::bf16;
 
 /// Rows are padded with zeros to a multiple of this many values, so that kernels read whole slabs
 /// at aligned addresses.
@@ -74,7 +77,7 @@ fn extent(rows: usize, stride: usize, row: usize) -> Option<usize> {
     }
 }
 
-/// The largest scale byte with which every weight is a bf16 number on the way through registers.
+/// The largest scale byte that products in registers can apply.
 fn largest_scale(format: Format) -> u8 {
     match format {
         Format::F32 | Format::Bf16 => 255,
@@ -101,7 +104,7 @@ fn unsupported(m: &StoredMatrix, reason: String) -> DeviceError {
 }
 
 /// Refuses a matrix whose bytes do not cover its shape.
-fn check_bytes(m: &StoredMatrix) -> Result<()> {
+pub(super) fn check_stored(m: &StoredMatrix) -> Result<()> {
     let (scale_rows, groups) = scale_shape(m);
     let values = extent(m.rows, m.row_stride, m.format.row_bytes(m.cols));
     let scales = extent(scale_rows, m.scale_stride, groups);
@@ -119,33 +122,58 @@ fn check_bytes(m: &StoredMatrix) -> Result<()> {
     Ok(())
 }
 
-/// Refuses what the products cannot read: bytes that do not cover the shape, and scales that are
-/// too large or not a number.
-pub(super) fn check_stored(m: &StoredMatrix) -> Result<()> {
-    check_bytes(m)?;
+/// Whether a scale is too large for products in registers, or not a number.
+fn has_large_scale(m: &StoredMatrix) -> bool {
     let (scale_rows, groups) = scale_shape(m);
     let limit = largest_scale(m.format);
-    for r in 0..scale_rows {
-        let row = &m.scale[r * m.scale_stride..][..groups];
-        if let Some(byte) = row.iter().find(|byte| **byte > limit) {
-            let exponent = i32::from(*byte) - 127;
-            let most = i32::from(limit) - 127;
-            let reason = format!("a scale of 2^{exponent}; this device reads up to 2^{most}");
-            return Err(unsupported(m, reason));
-        }
+    let row = |r: usize| &m.scale[r * m.scale_stride..][..groups];
+    (0..scale_rows).any(|r| row(r).iter().any(|byte| *byte > limit))
+}
+
+/// The same weights as bf16. Exact, as every product of a code and a scale is a bf16 number.
+fn widened(m: &StoredMatrix) -> StoredMatrix {
+    let mut row = vec![0.0; m.cols];
+    let mut data = Vec::with_capacity(Format::Bf16.row_bytes(m.cols) * m.rows);
+    for r in 0..m.rows {
+        dequantize_matrix_row(m, r, &mut row);
+        data.extend(row.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()));
     }
-    Ok(())
+    StoredMatrix::new(Format::Bf16, m.rows, m.cols, data.into(), Bytes::new())
+}
+
+/// The experts of a layer in a form that the kernels read: as they are, or all as bf16 if the
+/// scales of one are too large (above 2 for fp4: weights above 8).
+///
+/// # Errors
+/// If bytes do not cover a shape.
+pub(super) fn readable(experts: Vec<Expert<StoredMatrix>>) -> Result<Vec<Expert<StoredMatrix>>> {
+    let mut large = false;
+    for m in experts.iter().flat_map(|e| [&e.w1, &e.w3, &e.w2]) {
+        check_stored(m)?;
+        large |= has_large_scale(m);
+    }
+    if !large {
+        return Ok(experts);
+    }
+    let widen = |e: Expert<StoredMatrix>| Expert {
+        w1: widened(&e.w1),
+        w3: widened(&e.w3),
+        w2: widened(&e.w2),
+    };
+    Ok(experts.into_iter().map(widen).collect())
 }
 
 impl Cuda {
     /// Copies a matrix to the device. Large tables of rows with scales of their own (n-gram memory)
     /// go to page-locked host memory; they serve lookups only.
     ///
+    /// A matrix with a scale too large for products in registers (above 2^7 for fp8, 2 for fp4) is
+    /// kept as bf16.
+    ///
     /// # Errors
-    /// If memory runs out, if the bytes do not cover the shape, or if a scale is too large for the
-    /// products in registers (2^7 for fp8, 2 for fp4) or not a number.
+    /// If memory runs out, or the bytes do not cover the shape.
     pub(super) fn store(&self, m: &StoredMatrix) -> Result<Matrix> {
-        check_bytes(m)?;
+        check_stored(m)?;
         let row_bytes = m.format.row_bytes(m.cols);
         let (scale_rows, groups) = scale_shape(m);
         let row_stride = m.format.row_bytes(m.cols.next_multiple_of(SLAB));
@@ -169,7 +197,9 @@ impl Cuda {
             let (data, scale) = (values.ptr()?, scales.ptr()?);
             return Ok(place(data, scale, Owner::Host { _values: values, _scales: scales }));
         }
-        check_stored(m)?;
+        if has_large_scale(m) {
+            return self.store(&widened(m));
+        }
         let values = Memory::zeroed(&self.context, "a weight", bytes)?;
         // A slab of a row's padding may read one scale beyond the last, and must find a number.
         let scale_bytes = scale_rows * groups + SLAB / GROUP;
