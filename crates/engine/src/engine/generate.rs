@@ -32,6 +32,24 @@ impl Engine {
         requests: Vec<Request>,
         mut progress: impl FnMut(Progress),
     ) -> Vec<Result<Completion, RequestError>> {
+        let mut told = None;
+        let tell = |now| {
+            if told != Some(now) {
+                told = Some(now);
+                progress(now);
+            }
+            true
+        };
+        self.generate_while(requests, tell).unwrap_or_default()
+    }
+
+    /// The same, as long as `more` says so, which is asked at least every few milliseconds. `None` if
+    /// it has said no: the requests have been given up.
+    pub fn generate_while(
+        &self,
+        requests: Vec<Request>,
+        mut more: impl FnMut(Progress) -> bool,
+    ) -> Option<Vec<Result<Completion, RequestError>>> {
         let mut total = 0;
         let mut left: VecDeque<(usize, Request)> = VecDeque::new();
         for mut request in requests {
@@ -44,7 +62,9 @@ impl Engine {
         let mut results: Vec<Option<Result<Completion, RequestError>>> = vec![None; total];
         let mut running: VecDeque<Running> = VecDeque::new();
         let mut told = Progress { total, ..Progress::default() };
-        progress(told);
+        if !more(told) {
+            return None;
+        }
         while told.done < total {
             self.fill(&mut left, &mut running, &mut results);
             let mut now = Progress { done: 0, total, tokens: told.tokens };
@@ -78,14 +98,15 @@ impl Engine {
             });
             now.done = results.iter().filter(|r| r.is_some()).count();
             told = now;
-            if now != before {
-                progress(now);
-            } else if !running.is_empty() || !left.is_empty() {
+            if !more(now) {
+                return None;
+            }
+            if now == before && (!running.is_empty() || !left.is_empty()) {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
         let missing = || Err(RequestError::Stopped { reason: "no result".into() });
-        results.into_iter().map(|r| r.unwrap_or_else(missing)).collect()
+        Some(results.into_iter().map(|r| r.unwrap_or_else(missing)).collect())
     }
 
     /// Submits requests while the queue takes them.
