@@ -306,8 +306,8 @@ pub struct Verify {
     /// Start every layer from the reference's values
     #[arg(long)]
     pub forced: bool,
-    /// What to run on: auto (a GPU if there is one), cpu or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    /// What to run on: cpu, cuda:N or auto (a GPU if there is one)
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
     /// Threads; without it, one for each processor
     #[arg(long, value_name = "N")]

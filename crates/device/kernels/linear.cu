@@ -460,18 +460,49 @@ TILE(split_fp8, FP8, 64, true, 2)
 TILE(split_fp4, FP4, 32, true, 4)
 TILE(split_fp4, FP4, 64, true, 2)
 
-// Adds the chunk sums of split tiles, ascending.
-extern "C" __global__ void __launch_bounds__(256)
-    linear_sum(const float* __restrict__ partial, u32 chunks, u64 count, float factor, u32 to_f32, void* __restrict__ out) {
-    u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
+// Adds the chunk sums of split tiles, ascending. A thread has WIDTH of `count` values, a multiple.
+template <int WIDTH>
+__device__ void sum_chunks(const float* partial, u32 chunks, u64 count, float factor, u32 to_f32, void* out) {
+    u64 i = ((u64)blockIdx.x * 256 + threadIdx.x) * WIDTH;
     if (i >= count) {
         return;
     }
-    float sum = 0.0f;
+    float sums[WIDTH] = {};
+#pragma unroll 4
     for (u32 c = 0; c < chunks; ++c) {
-        sum = __fadd_rn(sum, partial[c * count + i]);
+        float v[WIDTH];
+        if (WIDTH == 4) {
+            float4 four = __ldcs((const float4*)(partial + c * count + i));
+            v[0] = four.x, v[1 % WIDTH] = four.y, v[2 % WIDTH] = four.z, v[3 % WIDTH] = four.w;
+        } else {
+            v[0] = partial[c * count + i];
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+            sums[j] = __fadd_rn(sums[j], v[j]);
+        }
     }
-    store(Shape{0, 0, 0, 0, 0, 0, factor, to_f32}, out, i, sum);
+    Shape s{0, 0, 0, 0, 0, 0, factor, to_f32};
+    if (WIDTH == 4 && !to_f32) {
+        u32 first = narrow2(__fmul_rn(sums[0], factor), __fmul_rn(sums[1 % WIDTH], factor));
+        u32 second = narrow2(__fmul_rn(sums[2 % WIDTH], factor), __fmul_rn(sums[3 % WIDTH], factor));
+        *(uint2*)((bf16*)out + i) = make_uint2(first, second);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+        store(s, out, i + j, sums[j]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    linear_sum_1(const float* __restrict__ partial, u32 chunks, u64 count, float factor, u32 to_f32, void* __restrict__ out) {
+    sum_chunks<1>(partial, chunks, count, factor, to_f32, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    linear_sum_4(const float* __restrict__ partial, u32 chunks, u64 count, float factor, u32 to_f32, void* __restrict__ out) {
+    sum_chunks<4>(partial, chunks, count, factor, to_f32, out);
 }
 
 // ---- f32 weights: one block for R rows of x and R weight rows, warps for chunks in turn ----

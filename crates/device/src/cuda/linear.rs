@@ -112,7 +112,8 @@ impl Product<'_> {
             return Ok(());
         }
         let out_bytes = if self.to_f32 { 4 } else { 2 };
-        let step = MAX_BLOCKS_YZ;
+        // A multiple of a tile keeps the pieces of `out` aligned.
+        let step = MAX_BLOCKS_YZ / TILE_M[1] * TILE_M[1];
         for first in (0..rows).step_by(step) {
             let x = x.add(first * self.groups * self.w.cols * 2);
             let out = out.add(first * self.w.rows * out_bytes);
@@ -168,7 +169,9 @@ impl Product<'_> {
         self.launch(cuda, &kernel, blocks, TILE_N, x, rows, partial)?;
         let args =
             args![partial, u32_of(chunks), sums as u64, self.factor, u32::from(self.to_f32), out,];
-        cuda.launch(self.operation, "linear_sum", [sums.div_ceil(256), 1, 1], 256, 0, args)
+        let width = if sums.is_multiple_of(4) { 4 } else { 1 };
+        let blocks = [sums.div_ceil(256 * width), 1, 1];
+        cuda.launch(self.operation, &format!("linear_sum_{width}"), blocks, 256, 0, args)
     }
 
     fn launch(
