@@ -198,7 +198,8 @@ fn compare(bench: &Bench, sequences: usize) -> Result<(), Box<dyn Error>> {
     fixed.sort_by(|a, b| b.0.total_cmp(&a.0));
     let (_, mut best, length) = fixed.remove(0);
     let mut auto = bench.runner(DraftMode::Auto, sequences)?;
-    bench.run(&mut auto, 10)?;
+    // Long enough to know whether drafting pays at all.
+    bench.run(&mut auto, if sequences == 1 { 40 } else { 10 })?;
     let mut off = bench.runner(DraftMode::Off, 1)?;
     bench.run(&mut off, 1)?;
     let (mut ratios, mut gains) = (Vec::new(), Vec::new());

@@ -5,7 +5,7 @@ use super::{CostCurve, Costs, best_count, rates};
 /// Weight of a new figure in an average.
 const FRESH: f64 = 0.1;
 
-/// Rounds of drafting before it may be given up.
+/// Rounds of drafting before it is given up for a small loss. For a large one it is after a few.
 const ROUNDS: usize = 8;
 
 /// Steps without drafting after it was first given up, and at most.
@@ -38,8 +38,10 @@ pub struct Policy {
 struct Auto {
     costs: Costs,
     calibration: Calibration,
-    /// Usual chances by position, for sequences that have not told theirs.
+    /// Usual chances by position, for sequences that have not told theirs, and how many blocks they
+    /// come from.
     usual: Vec<f32>,
+    blocks: usize,
     /// Tokens a second with drafting over those without, on average; rounds that it is made of.
     gain: f64,
     rounds: usize,
@@ -60,6 +62,7 @@ impl Policy {
             costs: Costs::new(curve),
             calibration: Calibration::new(most),
             usual: vec![1.0; most],
+            blocks: 0,
             gain: 0.0,
             rounds: 0,
             pause: 0,
@@ -106,8 +109,10 @@ impl Policy {
     pub fn drafted(&mut self, confidences: &[f32]) {
         let Some(auto) = &mut self.auto else { return };
         let new = rates(confidences, &auto.calibration.correction);
+        auto.blocks += 1;
+        let weight = FRESH.max(1.0 / auto.blocks as f64) as f32;
         for (usual, rate) in auto.usual.iter_mut().zip(new) {
-            *usual += FRESH as f32 * (rate - *usual);
+            *usual += weight * (rate - *usual);
         }
     }
 
@@ -137,13 +142,15 @@ impl Auto {
         self.rounds += 1;
         let weight = FRESH.max(1.0 / self.rounds as f64);
         self.gain += weight * (gain - self.gain);
-        if self.rounds < ROUNDS {
-            // Everything is verified once at first, so that confidences can be corrected.
-            let all = self.rounds <= 2;
-            return DraftPlan { draft: most, verify: (!all).then_some(verify) };
+        // Everything is verified once at first, so that confidences can be corrected.
+        if self.rounds <= 2 {
+            return DraftPlan { draft: most, verify: None };
         }
-        if self.gain >= 1.0 {
-            self.next_pause = SHORTEST_PAUSE;
+        let doubt = if self.rounds < ROUNDS { 1.0 / self.rounds as f64 } else { 0.0 };
+        if self.gain + doubt >= 1.0 {
+            if self.rounds >= ROUNDS {
+                self.next_pause = SHORTEST_PAUSE;
+            }
             return DraftPlan { draft: most, verify: Some(verify) };
         }
         self.pause = self.next_pause;
