@@ -2,7 +2,7 @@
 //
 // A block holds 16 or 64 heads of one query and walks its keys in pieces of 64. A piece is decoded
 // to bf16 in chunks of 256 columns: once for the scores, and once more for the sums, where the last
-// chunk is still there. A piece's sums are complete before they are merged with those of the pieces
+// chunk is still there. The next piece's rows are on their way to the cache meanwhile. A piece's sums are complete before they are merged with those of the pieces
 // before it, so one block that walks all pieces and a block a piece with `attend_merge` behind them
 // give the same bits. Scores are in units of log2.
 #include "cache.cuh"
@@ -83,44 +83,43 @@ __device__ __forceinline__ int2 count_keys(const Args& a, u32 row) {
     return make_int2(selected, selected + int(to > from ? to - from : 0));
 }
 
-__device__ __forceinline__ const u8* key_address(const Args& a, u32 row, u32 sequence, int selected, int key) {
-    if (key < selected) return paged_row(a.selected, sequence, __ldg(a.indices + u64(row) * a.k + key));
-    u32 position = a.window_from[row] + u32(key - selected);
-    u32 fresh_from = a.fresh_from[sequence];
-    if (position < fresh_from) {
-        u64 at = u64(a.slot[sequence]) * a.ring_len + position % u32(a.ring_len);
-        return a.ring + at * a.window_bytes;
-    }
-    return a.fresh + (u64(a.first_row[sequence]) + (position - fresh_from)) * a.window_bytes;
-}
-
 // Where 16 bytes lie in a row of 512: rows that one instruction reads fall into different banks,
 // whether it reads 8 rows at one place or 2 rows at 4.
 __device__ __forceinline__ int swizzle(int row, int unit) { return (unit ^ ((row >> 1 & 3) | (row & 1) << 2)) * 16; }
 
-template <int TILES, int CHUNKS>
+struct True {
+    static constexpr bool value = true;
+};
+struct False {
+    static constexpr bool value = false;
+};
+
+// EXACT rows are bf16 or f32, the others quantized.
+template <int TILES, int CHUNKS, bool EXACT>
 __device__ __forceinline__ void attend(const Args& a) {
     constexpr int HEADS = 16 * TILES;
-    constexpr int WARP_TILES = TILES == 4 ? 2 : 1;       // head tiles of a warp
-    constexpr int WARP_GROUPS = TILES == 4 ? 2 : 1;      // groups of 8 keys of a warp
-    constexpr int COLUMN_GROUPS = TILES == 4 ? 4 : 2;    // groups of 16 columns of a warp
+    constexpr int WARPS = THREADS / 32;
+    constexpr int WARP_KEYS = PIECE / WARPS;  // rows that a warp decodes
     constexpr int GROUPS = PIECE / 8;
-    constexpr int LOADS = TILES == 4 ? 2 : 4;            // rows that a warp reads at once
+    // For the scores, a warp has one tile of 16 heads and so many groups of 8 keys; for the sums, so
+    // many tiles and groups of 16 columns.
+    constexpr int WARP_GROUPS = TILES;
+    constexpr int SUM_TILES = TILES == 4 ? 2 : 1;
+    constexpr int COLUMN_GROUPS = TILES == 4 ? 4 : 2;
 
     __shared__ __align__(16) u8 tile[PIECE * CHUNK * 2];
     __shared__ __align__(16) u8 weights[HEADS * PIECE * 2];
-    __shared__ const u8* address[PIECE];
+    __shared__ const u8* address[2][PIECE];
     __shared__ float group_top[HEADS][GROUPS];
     __shared__ float group_sum[HEADS][GROUPS];
     __shared__ float2 factors[HEADS];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int g = lane >> 2, t = lane & 3;
-    const int first_tile = TILES == 4 ? (warp & 1) * 2 : 0;
-    const int part = TILES == 4 ? warp >> 1 : warp;
+    const int score_tile = warp % TILES, key_part = warp / TILES;
+    const int sum_tile = TILES == 4 ? warp % 2 * 2 : 0, column_part = TILES == 4 ? warp / 2 : warp;
     const u32 row = blockIdx.y;
     const int first_head = int(blockIdx.x) * HEADS;
-    const u32 sequence = a.sequence[row];
     const int2 keys = count_keys(a, row);
     const int pieces = (keys.y + PIECE - 1) / PIECE;
     const bool split = a.pieces > 0;
@@ -128,101 +127,187 @@ __device__ __forceinline__ void attend(const Args& a) {
     const int to = split ? from + 1 : pieces;
     if (split && from >= pieces) return;
 
-    float out[CHUNKS][COLUMN_GROUPS][WARP_TILES][2][4] = {};
-    float top = -infinity(), sum = 0.0f;  // of head threadIdx.x
-
-    for (int piece = from; piece < to; piece++) {
-        const int first_key = piece * PIECE;
-        const int count = min(PIECE, keys.y - first_key);
-        if (threadIdx.x < PIECE) {
-            bool there = int(threadIdx.x) < count;
-            address[threadIdx.x] =
-                there ? key_address(a, row, sequence, keys.x, first_key + int(threadIdx.x)) : nullptr;
+    // Where the rows of a piece lie, in three steps, each of which needs what the one before has
+    // read: row numbers, pages, addresses. A thread has one row.
+    const u32 sequence = a.sequence[row];
+    const u32 window_from = a.window_from[row], fresh_from = a.fresh_from[sequence];
+    const u8* ring = a.ring + u64(a.slot[sequence]) * a.ring_len * a.window_bytes;
+    const u8* fresh = a.fresh + u64(a.first_row[sequence]) * a.window_bytes;
+    u32 index = 0, page = 0;
+    auto find_index = [&](int piece) {
+        const int key = piece * PIECE + int(threadIdx.x);
+        if (threadIdx.x < PIECE && key < keys.x) index = __ldg(a.indices + u64(row) * a.k + key);
+    };
+    auto find_page = [&](int piece) {
+        const int key = piece * PIECE + int(threadIdx.x);
+        if (threadIdx.x < PIECE && key < keys.x) {
+            page = __ldg(a.selected.pages + u64(sequence) * a.selected.max_pages +
+                         index / a.selected.rows_per_page);
         }
-        __syncthreads();
+    };
+    auto find_address = [&](int piece, bool ahead) {
+        if (threadIdx.x >= PIECE) return;
+        const int key = piece * PIECE + int(threadIdx.x);
+        const u8* at = nullptr;
+        u32 bytes = 0;
+        if (key < keys.x) {
+            const u32 in_page = index % a.selected.rows_per_page;
+            bytes = u32(a.selected.row_bytes);
+            at = a.selected.cache + (u64(page) * a.selected.rows_per_page + in_page) * bytes;
+        } else if (key < keys.y) {
+            const u32 position = window_from + u32(key - keys.x);
+            bytes = u32(a.window_bytes);
+            at = position < fresh_from ? ring + u64(position % u32(a.ring_len)) * bytes
+                                       : fresh + u64(position - fresh_from) * bytes;
+        }
+        address[piece & 1][threadIdx.x] = at;
+        if (ahead) {
+            for (u32 i = 0; i < bytes; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + i));
+        }
+    };
 
-        auto stage = [&](int chunk) {
-            const int col = chunk * CHUNK + lane * 8;
+    // Decodes a chunk of a piece: lane l has columns 8l .. 8l + 8 of the warp's rows.
+    auto stage_any = [&](int piece, int chunk) {
+        // Exact rows are wide: fewer are read at once.
+        constexpr int LOADS = EXACT || TILES == 1 ? 2 : WARP_KEYS;
+        const int col = chunk * CHUNK + lane * 8;
+        auto format_of = [&](int key) {
+            return piece * PIECE + key < keys.x ? a.selected.format : a.window_format;
+        };
 #pragma unroll
-            for (int first = 0; first < PIECE / 8; first += LOADS) {
-                Raw8 raw[LOADS];
+        for (int first = 0; first < WARP_KEYS; first += LOADS) {
+            Raw8 raw[LOADS];
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) {
-                    int key = warp + 8 * (first + i);
-                    raw[i].codes = make_uint4(0, 0, 0, 0);
-                    raw[i].scale = ABSENT;
-                    if (key < count && col < a.dim) {
-                        bool chosen = first_key + key < keys.x;
-                        raw[i] = read8<false>(chosen ? a.selected.format : a.window_format, address[key],
-                                              a.dim, col, chosen ? a.selected.align : a.window_align);
-                    }
+            for (int i = 0; i < LOADS; i++) {
+                const int key = warp + WARPS * (first + i);
+                raw[i].codes = make_uint4(0, 0, 0, 0);
+                raw[i].scale = 0;
+                if (piece * PIECE + key < keys.y && col < a.dim) {
+                    const bool selected = piece * PIECE + key < keys.x;
+                    raw[i] = read8<false>(format_of(key), address[piece & 1][key], a.dim, col,
+                                          selected ? a.selected.align : a.window_align);
                 }
+                if (!EXACT) raw[i].codes.z = raw[i].codes.w = 0;
+            }
 #pragma unroll
-                for (int i = 0; i < LOADS; i++) {
-                    int key = warp + 8 * (first + i);
-                    int format = first_key + key < keys.x ? a.selected.format : a.window_format;
-                    *reinterpret_cast<uint4*>(tile + key * 512 + swizzle(key, lane)) = decode8(format, raw[i]);
+            for (int i = 0; i < LOADS; i++) {
+                const int key = warp + WARPS * (first + i);
+                *reinterpret_cast<uint4*>(tile + key * 512 + swizzle(warp, lane)) = decode8(format_of(key), raw[i]);
+            }
+        }
+    };
+    // The same of a whole piece of one format, without a branch. Rows are aligned to 16 bytes.
+    auto stage_whole = [&](int piece, int chunk, auto is_nvfp4) {
+        constexpr bool NVFP4 = decltype(is_nvfp4)::value;
+        const int col = chunk * CHUNK + lane * 8;
+        constexpr int LOADS = TILES == 4 ? WARP_KEYS : WARP_KEYS / 2;
+#pragma unroll
+        for (int first = 0; first < WARP_KEYS; first += LOADS) {
+            const u8* rows[LOADS];
+            uint2 codes[LOADS];
+            u32 scale[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) rows[i] = address[piece & 1][warp + WARPS * (first + i)];
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                if (NVFP4) {
+                    codes[i] = make_uint2(__ldg(reinterpret_cast<const u32*>(rows[i] + col / 2)), 0);
+                    scale[i] = __ldg(rows[i] + a.dim / 2 + col / 16);
+                } else {
+                    codes[i] = __ldg(reinterpret_cast<const uint2*>(rows[i] + col));
+                    scale[i] = __ldg(rows[i] + a.dim + col / 32);
                 }
             }
-        };
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                u32 p[4];
+                if (NVFP4) {
+                    e2m1x8(codes[i].x, p);
+                } else {
+                    e4m3x4(codes[i].x, p[0], p[1]);
+                    e4m3x4(codes[i].y, p[2], p[3]);
+                }
+                const u32 lift = NVFP4 ? 0x7e807e80u : 0x7b807b80u;
+                const u32 factor = both(NVFP4 ? e4m3_bf16(scale[i]) : ue8m0_bf16(scale[i]));
+#pragma unroll
+                for (int j = 0; j < 4; j++) p[j] = mul2(mul2(p[j], lift), factor);
+                u8* to = tile + (warp + WARPS * (first + i)) * 512 + swizzle(warp, lane);
+                *reinterpret_cast<uint4*>(to) = make_uint4(p[0], p[1], p[2], p[3]);
+            }
+        }
+    };
+    const bool whole_chunks = a.dim % CHUNK == 0;
+    const bool nvfp4 = whole_chunks && a.selected.format == ROW_NVFP4X16 && a.selected.align == 16;
+    const bool fp8 = whole_chunks && a.window_format == ROW_FP8X32 && a.window_align == 16;
+    auto stage = [&](int piece, int chunk) {
+        if (!EXACT && nvfp4 && (piece + 1) * PIECE <= keys.x) {
+            stage_whole(piece, chunk, True());
+        } else if (!EXACT && fp8 && piece * PIECE >= keys.x && (piece + 1) * PIECE <= keys.y) {
+            stage_whole(piece, chunk, False());
+        } else {
+            stage_any(piece, chunk);
+        }
+    };
 
+    float out[CHUNKS][COLUMN_GROUPS][SUM_TILES][2][4] = {};
+    float top = -infinity(), sum = 0.0f;  // of head threadIdx.x
+
+    find_index(from);
+    find_page(from);
+    find_address(from, false);
+    __syncthreads();
+    for (int piece = from; piece < to; piece++) {
+        const int count = min(PIECE, keys.y - piece * PIECE);
+        const bool more = piece + 1 < to;
+        if (more) find_index(piece + 1);
         // Scores: columns are taken 32 at a time; a thread's 8 of them are two steps of the product.
-        float score[WARP_TILES][WARP_GROUPS][4] = {};
+        float score[WARP_GROUPS][4] = {};
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
             if (chunk > 0) __syncthreads();
-            stage(chunk);
+            stage(piece, chunk);
             __syncthreads();
             const int steps = min(CHUNK, a.dim - chunk * CHUNK + 31) / 32;
+            const int head = first_head + score_tile * 16 + g;
+            const bf16* q = a.q + (u64(row) * a.heads + head) * a.dim + chunk * CHUNK + t * 8;
 #pragma unroll 2
             for (int step = 0; step < steps; step++) {
-                const int col = chunk * CHUNK + step * 32 + t * 8;
-                uint4 key[WARP_GROUPS];
-#pragma unroll
-                for (int n = 0; n < WARP_GROUPS; n++) {
-                    int r = (part * WARP_GROUPS + n) * 8 + g;
-                    key[n] = *reinterpret_cast<const uint4*>(tile + r * 512 + swizzle(r, step * 4 + t));
+                const bool there = chunk * CHUNK + step * 32 + t * 8 < a.dim;
+                uint4 x = make_uint4(0, 0, 0, 0), y = x;
+                if (there && head < a.heads) x = __ldg(reinterpret_cast<const uint4*>(q + step * 32));
+                if (there && head + 8 < a.heads) {
+                    y = __ldg(reinterpret_cast<const uint4*>(q + step * 32 + 8 * a.dim));
                 }
 #pragma unroll
-                for (int m = 0; m < WARP_TILES; m++) {
-                    const int head = first_head + (first_tile + m) * 16 + g;
-                    const bf16* q = a.q + (u64(row) * a.heads + head) * a.dim + col;
-                    uint4 x = make_uint4(0, 0, 0, 0), y = x;
-                    if (head < a.heads && col < a.dim) x = __ldg(reinterpret_cast<const uint4*>(q));
-                    if (head + 8 < a.heads && col < a.dim) {
-                        y = __ldg(reinterpret_cast<const uint4*>(q + 8 * a.dim));
-                    }
-#pragma unroll
-                    for (int n = 0; n < WARP_GROUPS; n++) {
-                        mma(score[m][n], {x.x, y.x, x.y, y.y}, key[n].x, key[n].y);
-                        mma(score[m][n], {x.z, y.z, x.w, y.w}, key[n].z, key[n].w);
-                    }
+                for (int n = 0; n < WARP_GROUPS; n++) {
+                    const int r = (key_part * WARP_GROUPS + n) * 8 + g;
+                    const uint4 key = *reinterpret_cast<const uint4*>(tile + r * 512 + (step >> 1) * 128 + swizzle(g, (step & 1) * 4 + t));
+                    mma(score[n], {x.x, y.x, x.y, y.y}, key.x, key.y);
+                    mma(score[n], {x.z, y.z, x.w, y.w}, key.z, key.w);
                 }
             }
         }
+        if (more) find_page(piece + 1);
 
         // Largest scores, in groups of 8 keys, then of the piece.
+        const int score_head = score_tile * 16 + g;
 #pragma unroll
-        for (int m = 0; m < WARP_TILES; m++) {
-            const int head = (first_tile + m) * 16 + g;
+        for (int n = 0; n < WARP_GROUPS; n++) {
+            const int group = key_part * WARP_GROUPS + n;
 #pragma unroll
-            for (int n = 0; n < WARP_GROUPS; n++) {
-                const int group = part * WARP_GROUPS + n;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    bool there = group * 8 + t * 2 + (i & 1) < count;
-                    score[m][n][i] = there ? __fmul_rn(score[m][n][i], a.scale) : -infinity();
-                }
-                float low = fmaxf(score[m][n][0], score[m][n][1]);
-                float high = fmaxf(score[m][n][2], score[m][n][3]);
-                low = fmaxf(low, __shfl_xor_sync(~0u, low, 1));
-                high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-                low = fmaxf(low, __shfl_xor_sync(~0u, low, 2));
-                high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-                if (t == 0) {
-                    group_top[head][group] = low;
-                    group_top[head + 8][group] = high;
-                }
+            for (int i = 0; i < 4; i++) {
+                bool there = group * 8 + t * 2 + (i & 1) < count;
+                score[n][i] = there ? __fmul_rn(score[n][i], a.scale) : -infinity();
+            }
+            float low = fmaxf(score[n][0], score[n][1]);
+            float high = fmaxf(score[n][2], score[n][3]);
+            low = fmaxf(low, __shfl_xor_sync(~0u, low, 1));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+            low = fmaxf(low, __shfl_xor_sync(~0u, low, 2));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+            if (t == 0) {
+                group_top[score_head][group] = low;
+                group_top[score_head + 8][group] = high;
             }
         }
         __syncthreads();
@@ -234,24 +319,22 @@ __device__ __forceinline__ void attend(const Args& a) {
         };
         // Weights as bf16; their sums are of the rounded ones.
 #pragma unroll
-        for (int m = 0; m < WARP_TILES; m++) {
+        for (int half = 0; half < 2; half++) {
+            const int head = score_head + half * 8;
+            const float best = piece_top(head);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int head = (first_tile + m) * 16 + half * 8 + g;
-                const float best = piece_top(head);
-#pragma unroll
-                for (int n = 0; n < WARP_GROUPS; n++) {
-                    const int group = part * WARP_GROUPS + n;
-                    u32 pair = narrow2(exp2_fast(__fsub_rn(score[m][n][2 * half], best)),
-                                         exp2_fast(__fsub_rn(score[m][n][2 * half + 1], best)));
-                    *reinterpret_cast<u32*>(weights + head * 128 + (group ^ (head & 7)) * 16 + t * 4) = pair;
-                    float total = __fadd_rn(low(pair), high(pair));
-                    total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-                    total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
-                    if (t == 0) group_sum[head][group] = total;
-                }
+            for (int n = 0; n < WARP_GROUPS; n++) {
+                const int group = key_part * WARP_GROUPS + n;
+                u32 pair = narrow2(exp2_fast(__fsub_rn(score[n][2 * half], best)),
+                                   exp2_fast(__fsub_rn(score[n][2 * half + 1], best)));
+                *reinterpret_cast<u32*>(weights + head * 128 + (group ^ (head & 7)) * 16 + t * 4) = pair;
+                float total = __fadd_rn(low(pair), high(pair));
+                total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+                total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+                if (t == 0) group_sum[head][group] = total;
             }
         }
+        if (more) find_address(piece + 1, true);
         __syncthreads();
         if (threadIdx.x < HEADS) {
             const int head = threadIdx.x;
@@ -274,43 +357,37 @@ __device__ __forceinline__ void attend(const Args& a) {
         if (!split) __syncthreads();
 
         // Sums of weighted values.
-        u32 w[PIECE / 16][WARP_TILES][4];
-#pragma unroll
-        for (int step = 0; step < PIECE / 16; step++) {
-#pragma unroll
-            for (int m = 0; m < WARP_TILES; m++) {
-                const int head = (first_tile + m) * 16 + (lane & 15);
-                load_matrices(w[step][m], weights + head * 128 + ((step * 2 + (lane >> 4)) ^ (head & 7)) * 16);
-            }
-        }
 #pragma unroll
         for (int back = 0; back < CHUNKS; back++) {
             const int chunk = CHUNKS - 1 - back;
             if (back > 0) {
                 __syncthreads();
-                stage(chunk);
+                stage(piece, chunk);
                 __syncthreads();
             }
 #pragma unroll
             for (int c = 0; c < COLUMN_GROUPS; c++) {
-                const int unit = (part * COLUMN_GROUPS + c) * 2;
+                const int unit = (column_part * COLUMN_GROUPS + c) * 2;
                 const int col = chunk * CHUNK + unit * 8;
                 if (col >= a.dim) continue;
-                float piece_out[WARP_TILES][2][4] = {};
+                float piece_out[SUM_TILES][2][4] = {};
+                const u8* values = tile + (lane & 15) * 512 + swizzle(lane, unit + (lane >> 4));
 #pragma unroll
                 for (int step = 0; step < PIECE / 16; step++) {
-                    const int key = step * 16 + (lane & 15);
                     u32 v[4];
-                    load_transposed(v, tile + key * 512 + swizzle(key, unit + (lane >> 4)));
+                    load_transposed(v, values + step * (16 * 512));
 #pragma unroll
-                    for (int m = 0; m < WARP_TILES; m++) {
-                        mma(piece_out[m][0], w[step][m], v[0], v[1]);
-                        mma(piece_out[m][1], w[step][m], v[2], v[3]);
+                    for (int m = 0; m < SUM_TILES; m++) {
+                        const int head = (sum_tile + m) * 16 + (lane & 15);
+                        u32 w[4];
+                        load_matrices(w, weights + head * 128 + ((step * 2 + (lane >> 4)) ^ (lane & 7)) * 16);
+                        mma(piece_out[m][0], w, v[0], v[1]);
+                        mma(piece_out[m][1], w, v[2], v[3]);
                     }
                 }
 #pragma unroll
-                for (int m = 0; m < WARP_TILES; m++) {
-                    const int head = (first_tile + m) * 16 + g;
+                for (int m = 0; m < SUM_TILES; m++) {
+                    const int head = (sum_tile + m) * 16 + g;
                     if (split) {
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
@@ -353,13 +430,13 @@ __device__ __forceinline__ void attend(const Args& a) {
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
 #pragma unroll
         for (int c = 0; c < COLUMN_GROUPS; c++) {
-            const int col = chunk * CHUNK + (part * COLUMN_GROUPS + c) * 16 + t * 2;
+            const int col = chunk * CHUNK + (column_part * COLUMN_GROUPS + c) * 16 + t * 2;
             if (col >= a.dim) continue;
 #pragma unroll
-            for (int m = 0; m < WARP_TILES; m++) {
+            for (int m = 0; m < SUM_TILES; m++) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int head = (first_tile + m) * 16 + half * 8 + g;
+                    const int head = (sum_tile + m) * 16 + half * 8 + g;
                     const float2 f = factors[head];
                     if (first_head + head >= a.heads) continue;
                     bf16* to = a.out + (u64(row) * a.heads + first_head + head) * a.dim + col;
@@ -376,15 +453,16 @@ __device__ __forceinline__ void attend(const Args& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend_16_narrow(const __grid_constant__ Args a) {
-    attend<1, 1>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend_16(const __grid_constant__ Args a) {
-    attend<1, 2>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_64(const __grid_constant__ Args a) {
-    attend<4, 2>(a);
-}
+#define ATTEND(NAME, TILES, CHUNKS, EXACT, BLOCKS)                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Args a) { \
+        attend<TILES, CHUNKS, EXACT>(a);                                                              \
+    }
+ATTEND(attend_16_narrow, 1, 1, false, 2)
+ATTEND(attend_16, 1, 2, false, 2)
+ATTEND(attend_64, 4, 2, false, 1)
+ATTEND(attend_16_narrow_exact, 1, 1, true, 2)
+ATTEND(attend_16_exact, 1, 2, true, 2)
+ATTEND(attend_64_exact, 4, 2, true, 1)
 
 // The pieces of a head in order, then the sink: a block of `dim` values.
 extern "C" __global__ void __launch_bounds__(THREADS) attend_merge(const __grid_constant__ Args a) {

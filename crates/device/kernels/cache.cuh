@@ -147,6 +147,21 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], const void* shared)
                  : "r"(at));
 }
 
+// Copies 16 bytes to shared memory in the background; zeros where `there` is false.
+__device__ __forceinline__ void copy_async(void* shared, const void* from, bool there) {
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for this thread's copies but those of the last commit.
+__device__ __forceinline__ void copy_wait_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
+// Waits for this thread's copies.
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- order ----
 
 // A score as an integer that sorts as the score does: zeros are equal, NaN lies below everything.

@@ -1,18 +1,23 @@
 // Mixture of experts: products with the weights of many experts, in stored form.
 //
-// A block computes 32 output features (16 of w1 with the same 16 of w3; or 32 of w2) for up to 8 or
-// 64 pairs of a row and an expert. Its four warps take a quarter of the columns each, in slabs of
-// 128, and their sums are added in order. Weights are the first factor of the matrix instruction, so
-// a pair is a column of it and its sums do not depend on the pairs beside it.
+// One order of sums for all kernels. Columns are cut into slabs of 128 and slabs into four quarters;
+// a quarter's sum runs over its slabs in order, and the quarters' sums are added in order. In a slab a
+// thread has 32 columns of a weight row and takes 8 at a time: two steps of the product. Weights are
+// the first factor of the matrix instruction, so a pair of a row and an expert is a column of it, and
+// its sums do not depend on the pairs beside it.
 //
-// In a slab a thread has 32 columns of a weight row and takes 8 at a time: two steps of the product.
-#include "common.cuh"
+// `few` is for up to 8 pairs: a block computes 32 output features (16 of w1 with the same 16 of w3; or
+// 32 of w2), a quarter in each of its warps. `many` is for up to 64 pairs: a block computes 128
+// features, its warps 32 of them for 32 pairs each; the pairs' activations go through shared memory.
+#include "cache.cuh"
 
-constexpr int THREADS = 128;
-constexpr int WARPS = 4;
 constexpr int SLAB = 128;
-
-#define SLOT alignas(8)
+constexpr int QUARTERS = 4;
+constexpr int FEW = 8;
+constexpr int FEW_THREADS = 32 * QUARTERS;
+constexpr int MANY = 64;
+constexpr int MANY_THREADS = 256;
+constexpr int STAGES = 3;
 
 enum { FP4, FP8, BF16 };
 
@@ -29,19 +34,45 @@ struct Weights {
 };
 
 struct Args {
-    SLOT Weights first;   // w1, or w2
-    SLOT Weights second;  // w3
-    SLOT const bf16* x;    // [rows, cols], or [pairs, cols]
-    SLOT bf16* h;          // [pairs, features]
-    SLOT float* y;        // [pairs, features]
-    SLOT const u32* order;  // pairs by expert; null: pairs as they come, one expert
+    SLOT Weights first;     // w1, or w2
+    SLOT Weights second;    // w3
+    SLOT const bf16* x;     // rows of `cols`
+    SLOT bf16* h;           // [pairs, features]
+    SLOT float* y;          // [pairs, features]
+    SLOT const u32* order;  // pairs by expert, with `tiles`
     SLOT const u32* tiles;  // their number, then expert, first place in `order` and count of each
-    SLOT int pairs;         // where `order` is null
-    SLOT int divisor;       // pair / divisor is a pair's row of x
+    SLOT const u32* ids;    // without `order`: the expert of each pair, a block a pair; null: one expert
+    SLOT int pairs;
+    SLOT int divisor;        // pair / divisor is a pair's row of x
+    SLOT int first_feature;  // of the weights
     SLOT int features;
     SLOT int cols;
     SLOT float limit;
 };
+
+// The pairs of a block.
+struct Tile {
+    u32 expert, from;
+    int count;
+};
+
+// False if there are none.
+__device__ __forceinline__ bool find_tile(const Args& a, u32 block, int width, Tile& tile) {
+    if (a.order) {
+        if (block >= a.tiles[0]) return false;
+        const u32* at = a.tiles + 1 + 3 * block;
+        tile = {at[0], at[1], int(at[2])};
+    } else if (a.ids) {
+        tile = {a.ids[block], block, 1};
+    } else {
+        tile = {0, block * width, min(width, a.pairs - int(block) * width)};
+    }
+    return true;
+}
+
+__device__ __forceinline__ u32 pair_of(const Args& a, const Tile& tile, int i) {
+    return a.order ? a.order[tile.from + i] : tile.from + i;
+}
 
 template <int FORMAT>
 struct Codes {
@@ -93,159 +124,292 @@ __device__ __forceinline__ void expand(const Codes<FORMAT>& codes, u32 factor, i
     for (int j = 0; j < 4; j++) pairs[j] = mul2(pairs[j], factor);
 }
 
-template <int FORMAT, int GROUPS, bool UP>
-__device__ __forceinline__ void product(const Args& a) {
-    constexpr int WIDTH = 8 * GROUPS;
-    __shared__ float sums[WARPS][2][GROUPS][4][32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int g = lane >> 2, t = lane & 3;
+// A thread's 32 columns of a slab, of weight rows g and g + 8 of two groups of 16.
+template <int FORMAT>
+struct Slab {
+    Codes<FORMAT> codes[2][2];
 
-    u32 expert = 0, from = blockIdx.y * WIDTH;
-    int count = min(WIDTH, a.pairs - int(from));
-    if (a.order) {
-        if (blockIdx.y >= a.tiles[0]) return;
-        const u32* tile = a.tiles + 1 + 3 * blockIdx.y;
-        expert = tile[0];
-        from = tile[1];
-        count = int(tile[2]);
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+#pragma unroll
+            for (auto& word : codes[i / 2][i % 2].words) word = make_uint4(0, 0, 0, 0);
+            codes[i / 2][i % 2].scale = 0;
+        }
     }
-    auto pair_of = [&](int i) { return a.order ? a.order[from + i] : from + i; };
-    const int groups = (count + 7) / 8;
+};
 
-    // The rows of this thread's weights, and its pairs' activations.
-    int row[2][2];
+// Columns 8i .. 8i + 8 of the 32: two steps of the product's first factor for each group.
+template <int FORMAT>
+__device__ __forceinline__ void unpack(const Slab<FORMAT>& slab, int i, u32 (&a)[2][2][4]) {
 #pragma unroll
     for (int m = 0; m < 2; m++) {
+        u32 low[4], high[4];
+        expand<FORMAT>(slab.codes[m][0], factor<FORMAT>(slab.codes[m][0].scale), i, low);
+        expand<FORMAT>(slab.codes[m][1], factor<FORMAT>(slab.codes[m][1].scale), i, high);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int r = UP ? int(blockIdx.x) * 16 + half * 8 + g : int(blockIdx.x) * 32 + m * 16 + half * 8 + g;
-            row[m][half] = min(r, a.features - 1);
+        for (int step = 0; step < 2; step++) {
+            a[m][step][0] = low[2 * step];
+            a[m][step][1] = high[2 * step];
+            a[m][step][2] = low[2 * step + 1];
+            a[m][step][3] = high[2 * step + 1];
         }
     }
-    const bf16* x[GROUPS];
+}
+
+// silu(min(gate, limit)) * clamp(up, -limit, limit); NaN is not clamped away.
+__device__ __forceinline__ bf16 activation(float gate, float up, float limit) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return narrow(__fmul_rn(silu_f32(gate), up));
+}
+
+template <int FORMAT, bool UP>
+__device__ __forceinline__ void few(const Args& a, u32 block) {
+    __shared__ float sums[QUARTERS][2][4][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    Tile tile;
+    if (!find_tile(a, block, FEW, tile)) return;
+
+    const int first = int(blockIdx.x) * (UP ? 16 : 32) + g;
+    int row[2][2];
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) {
-        const u32 pair = pair_of(min(n * 8 + g, count - 1));
-        x[n] = a.x + u64(pair / a.divisor) * a.cols;
+    for (int i = 0; i < 4; i++) {
+        const int r = first + (UP ? 0 : i / 2 * 16) + i % 2 * 8;
+        row[i / 2][i % 2] = a.first_feature + min(r, a.features - 1);
     }
+    const bf16* x = a.x + u64(pair_of(a, tile, min(g, tile.count - 1)) / a.divisor) * a.cols;
 
-    float sum[2][GROUPS][4] = {};
     const int slabs = (a.cols + SLAB - 1) / SLAB;
-    const int quarter = (slabs + WARPS - 1) / WARPS;
+    const int quarter = (slabs + QUARTERS - 1) / QUARTERS;
     const int end = min(slabs, (warp + 1) * quarter);
-
-    Codes<FORMAT> next[2][2];
+    Slab<FORMAT> next;
     auto read = [&](int slab) {
         const int col = slab * SLAB + t * 32;
+        if (slab < end && col < a.cols) {
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const Weights& w = UP && m == 1 ? a.second : a.first;
-                if (slab < end && col < a.cols) {
-                    next[m][half] = read_codes<FORMAT>(w, expert, row[m][half], col);
-                } else {
-#pragma unroll
-                    for (auto& word : next[m][half].words) word = make_uint4(0, 0, 0, 0);
-                    next[m][half].scale = 0;
-                }
+            for (int i = 0; i < 4; i++) {
+                const Weights& w = UP && i >= 2 ? a.second : a.first;
+                next.codes[i / 2][i % 2] = read_codes<FORMAT>(w, tile.expert, row[i / 2][i % 2], col);
             }
+        } else {
+            next.clear();
         }
     };
+    float sum[2][4] = {};
     read(warp * quarter);
 #pragma unroll 1
     for (int slab = warp * quarter; slab < end; slab++) {
-        Codes<FORMAT> codes[2][2];
-        u32 scale[2][2];
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                codes[m][half] = next[m][half];
-                scale[m][half] = factor<FORMAT>(codes[m][half].scale);
-            }
-        }
-        read(slab + 1);
         const int col = slab * SLAB + t * 32;
+        uint4 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (col < a.cols) v[i] = *reinterpret_cast<const uint4*>(x + col + i * 8);
+        }
+        const Slab<FORMAT> codes = next;
+        read(slab + 1);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 w[2][2][4];
+            unpack<FORMAT>(codes, i, w);
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    expand<FORMAT>(codes[m][half], scale[m][half], i, w[m][half]);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                if (GROUPS > 1 && n >= groups) break;
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (col < a.cols) v = *reinterpret_cast<const uint4*>(x[n] + col + i * 8);
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    mma(sum[m][n], {w[m][0][0], w[m][1][0], w[m][0][1], w[m][1][1]}, v.x, v.y);
-                    mma(sum[m][n], {w[m][0][2], w[m][1][2], w[m][0][3], w[m][1][3]}, v.z, v.w);
-                }
+                mma(sum[m], w[m][0], v[i].x, v[i].y);
+                mma(sum[m], w[m][1], v[i].z, v[i].w);
             }
         }
     }
 
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[warp][m][n][i][lane] = sum[m][n][i];
-        }
-    }
+    for (int i = 0; i < 8; i++) sums[warp][i / 4][i % 4][lane] = sum[i / 4][i % 4];
     __syncthreads();
-    // Thread (warp, lane) finishes value `warp` of the four that `lane` has of each group.
-    const int feature = g + warp / 2 * 8;
-    for (int n = 0; n < groups; n++) {
-        const int i = n * 8 + t * 2 + warp % 2;
-        if (i >= count) continue;
-        float total[2];
+    // Thread (warp, lane) finishes value `warp` of the four that `lane` has.
+    const int i = t * 2 + warp % 2;
+    if (i >= tile.count) return;
+    float total[2];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        total[m] = sums[0][m][warp][lane];
+#pragma unroll
+        for (int q = 1; q < QUARTERS; q++) total[m] = __fadd_rn(total[m], sums[q][m][warp][lane]);
+    }
+    const u64 pair = pair_of(a, tile, i);
+    const int f = first + warp / 2 * 8;
+    if (UP) {
+        if (f < a.features) a.h[pair * a.features + f] = activation(total[0], total[1], a.limit);
+    } else {
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            total[m] = sums[0][m][n][warp][lane];
+            if (f + m * 16 < a.features) a.y[pair * a.features + f + m * 16] = total[m];
+        }
+    }
+}
+
+template <int FORMAT, bool UP>
+__device__ __forceinline__ void many(const Args& a) {
+    // [stage][pair][16 pieces of 8 columns], a row's pieces in an order without bank conflicts.
+    __shared__ __align__(16) u8 staged[STAGES][MANY * SLAB * 2];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const int part = warp & 3, half = warp >> 2;
+    Tile tile;
+    if (!find_tile(a, blockIdx.y, MANY, tile)) return;
+    auto place = [](int row, int piece) { return row * (SLAB * 2) + (piece ^ (piece >> 3 | (row & 1) << 1)) * 16; };
+
+    const int first = int(blockIdx.x) * (UP ? 64 : 128) + part * (UP ? 16 : 32) + g;
+    int row[2][2];
 #pragma unroll
-            for (int from = 1; from < WARPS; from++) {
-                total[m] = __fadd_rn(total[m], sums[from][m][n][warp][lane]);
+    for (int i = 0; i < 4; i++) {
+        const int r = first + (UP ? 0 : i / 2 * 16) + i % 2 * 8;
+        row[i / 2][i % 2] = a.first_feature + min(r, a.features - 1);
+    }
+    // Pairs whose activations this thread brings in, piece `threadIdx.x % 16` of each.
+    const bf16* x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int p = min(int(threadIdx.x) / 16 + 16 * i, tile.count - 1);
+        x[i] = a.x + u64(pair_of(a, tile, p) / a.divisor) * a.cols;
+    }
+    const int slabs = (a.cols + SLAB - 1) / SLAB;
+    const int quarter = (slabs + QUARTERS - 1) / QUARTERS;
+    auto bring = [&](int slab) {
+        const int piece = threadIdx.x % 16, col = slab * SLAB + piece * 8;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int p = int(threadIdx.x) / 16 + 16 * i;
+            const bool there = col < a.cols;
+            copy_async(staged[slab % STAGES] + place(p, piece), x[i] + (there ? col : 0), there);
+        }
+        copy_commit();
+    };
+    auto read = [&](int slab, Slab<FORMAT>& to) {
+        const int col = slab * SLAB + t * 32;
+        if (slab < slabs && col < a.cols) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const Weights& w = UP && i >= 2 ? a.second : a.first;
+                to.codes[i / 2][i % 2] = read_codes<FORMAT>(w, tile.expert, row[i / 2][i % 2], col);
+            }
+        } else {
+            to.clear();
+        }
+    };
+
+    const int groups = min(4, (tile.count + 7) / 8 - half * 4);
+    float sum[2][4][4] = {}, total[2][4][4] = {};
+    int folded = 0;
+    // Weights of the next two slabs are on their way to registers (fp4; of the next one for wider
+    // codes), activations of the next two to shared memory.
+    constexpr int AHEAD = FORMAT == FP4 ? 2 : FORMAT == FP8 ? 1 : 0;
+    Slab<FORMAT> next[AHEAD + 1];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) read(i, next[i]);
+    bring(0);
+    bring(1);
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; slab++) {
+        copy_wait_but_one();
+        __syncthreads();
+        bring(slab + 2);
+        read(slab + AHEAD, next[AHEAD]);
+        const u8* stage = staged[slab % STAGES];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 w[2][2][4];
+            unpack<FORMAT>(next[0], i, w);
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                if (n >= groups) break;
+                const int p = half * 32 + n * 8 + g;
+                const uint4 v = *reinterpret_cast<const uint4*>(stage + place(p, t * 4 + i));
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    mma(sum[m][n], w[m][0], v.x, v.y);
+                    mma(sum[m][n], w[m][1], v.z, v.w);
+                }
             }
         }
-        const u64 pair = pair_of(i);
-        if (UP) {
-            const int f = int(blockIdx.x) * 16 + feature;
-            if (f >= a.features) continue;
-            // NaN is not clamped away.
-            float gate = total[0] > a.limit ? a.limit : total[0];
-            float up = total[1] > a.limit ? a.limit : total[1];
-            up = up < -a.limit ? -a.limit : up;
-            a.h[pair * a.features + f] = narrow(__fmul_rn(silu_f32(gate), up));
-        } else {
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int f = int(blockIdx.x) * 32 + m * 16 + feature;
-                if (f < a.features) a.y[pair * a.features + f] = total[m];
+        for (int i = 0; i < AHEAD; i++) next[i] = next[i + 1];
+        if ((slab + 1) % quarter == 0 || slab + 1 == slabs) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                float& to = total[i / 16][i / 4 % 4][i % 4];
+                float& from = sum[i / 16][i / 4 % 4][i % 4];
+                to = folded == 0 ? from : __fadd_rn(to, from);
+                from = 0.0f;
+            }
+            folded++;
+        }
+    }
+    // Quarters without columns count as 0.
+    for (; folded < QUARTERS; folded++) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            float& to = total[i / 16][i / 4 % 4][i % 4];
+            to = __fadd_rn(to, 0.0f);
+        }
+    }
+
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int p = half * 32 + n * 8 + t * 2 + i % 2;
+            if (p >= tile.count) continue;
+            const u64 pair = pair_of(a, tile, p);
+            const int f = first + i / 2 * 8;
+            if (UP) {
+                if (f < a.features) {
+                    a.h[pair * a.features + f] = activation(total[0][n][i], total[1][n][i], a.limit);
+                }
+            } else {
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    if (f + m * 16 < a.features) a.y[pair * a.features + f + m * 16] = total[m][n][i];
+                }
             }
         }
     }
 }
 
-#define PRODUCT(NAME, FORMAT, GROUPS, UP, BLOCKS)                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Args a) { \
-        product<FORMAT, GROUPS, UP>(a);                                                 \
+// BLOCKS: how many of the first kind a multiprocessor has room for.
+#define PRODUCTS(HALF, UP, NAME, FORMAT, BLOCKS)                                                       \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS, BLOCKS)                                  \
+        experts_##HALF##_few_##NAME(const __grid_constant__ Args a) { few<FORMAT, UP>(a, blockIdx.y); } \
+    extern "C" __global__ void __launch_bounds__(MANY_THREADS, 1)                                      \
+        experts_##HALF##_many_##NAME(const __grid_constant__ Args a) { many<FORMAT, UP>(a); }
+PRODUCTS(up, true, fp4, FP4, 4)
+PRODUCTS(up, true, fp8, FP8, 4)
+PRODUCTS(up, true, bf16, BF16, 2)
+PRODUCTS(down, false, fp4, FP4, 4)
+PRODUCTS(down, false, fp8, FP8, 4)
+PRODUCTS(down, false, bf16, BF16, 2)
+
+// Routed experts in fp4 and the shared one in fp8 in one launch: the last block of the second axis
+// has the shared expert.
+struct Both {
+    SLOT Args routed;
+    SLOT Args shared;
+};
+
+template <bool UP>
+__device__ __forceinline__ void few_of_both(const Both& b) {
+    // The two may differ in width.
+    if (blockIdx.y + 1 < gridDim.y) {
+        if (int(blockIdx.x) * (UP ? 16 : 32) < b.routed.features) few<FP4, UP>(b.routed, blockIdx.y);
+    } else if (int(blockIdx.x) * (UP ? 16 : 32) < b.shared.features) {
+        few<FP8, UP>(b.shared, 0);
     }
-// FEW: blocks of the first kernels that a multiprocessor has room for.
-#define PRODUCTS(NAME, FORMAT, FEW)                         \
-    PRODUCT(experts_up_##NAME##_8, FORMAT, 1, true, FEW)    \
-    PRODUCT(experts_up_##NAME##_64, FORMAT, 8, true, 2)     \
-    PRODUCT(experts_down_##NAME##_8, FORMAT, 1, false, FEW) \
-    PRODUCT(experts_down_##NAME##_64, FORMAT, 8, false, 2)
-PRODUCTS(fp4, FP4, 4)
-PRODUCTS(fp8, FP8, 4)
-PRODUCTS(bf16, BF16, 2)
+}
+
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 4)
+    experts_up_both(const __grid_constant__ Both b) { few_of_both<true>(b); }
+extern "C" __global__ void __launch_bounds__(FEW_THREADS, 4)
+    experts_down_both(const __grid_constant__ Both b) { few_of_both<false>(b); }
 
 // Sorts pairs by expert, and cuts each expert's into tiles of up to `width`. One block; dynamic
 // shared memory for two words an expert. The order inside an expert does not matter.
@@ -304,21 +468,21 @@ extern "C" __global__ void __launch_bounds__(1024)
     for (int p = threadIdx.x; p < pairs; p += blockDim.x) order[atomicAdd(&next[ids[p]], 1u)] = p;
 }
 
-// out = sum over the slots of weight * y, slots ascending, then the shared expert's y. `y` holds the
-// pairs of `rows` rows, then the shared expert's rows.
+// out = sum over the slots of weight * y, slots ascending, then the shared expert's y: `width` columns
+// of rows of `hidden`. `y` holds the pairs of `rows` rows, then the shared expert's rows.
 extern "C" __global__ void __launch_bounds__(256)
-    experts_combine(const float* y, const float* weights, int k, int rows, int hidden, bf16* out) {
+    experts_combine(const float* y, const float* weights, int k, int rows, int width, int hidden, bf16* out) {
     const u64 row = blockIdx.y;
     const int col = int(blockIdx.x * blockDim.x + threadIdx.x) * 2;
-    if (col >= hidden) return;
+    if (col >= width) return;
     float2 sum = make_float2(0.0f, 0.0f);
     for (int slot = 0; slot < k; slot++) {
         const u64 pair = row * k + slot;
         const float w = __ldg(weights + pair);
-        const float2 v = *reinterpret_cast<const float2*>(y + pair * hidden + col);
+        const float2 v = *reinterpret_cast<const float2*>(y + pair * width + col);
         sum.x = __fmaf_rn(w, v.x, sum.x);
         sum.y = __fmaf_rn(w, v.y, sum.y);
     }
-    const float2 v = *reinterpret_cast<const float2*>(y + (u64(rows) * k + row) * hidden + col);
+    const float2 v = *reinterpret_cast<const float2*>(y + (u64(rows) * k + row) * width + col);
     *reinterpret_cast<u32*>(out + row * hidden + col) = narrow2(__fadd_rn(sum.x, v.x), __fadd_rn(sum.y, v.y));
 }

@@ -6,10 +6,11 @@
 // lower rows win. Long lists are cut into segments whose best are the list of a second round.
 #include "cache.cuh"
 
-constexpr int TILE = 128;     // keys of a block
+constexpr int TILE = 256;     // keys of a block
 constexpr int GROUP = 16;     // queries of a block
+constexpr int HEADS = 32;     // heads that are staged at a time
 constexpr int SEGMENT = 16384;
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
 constexpr int SORTERS = 512;
 
 struct Args {
@@ -74,12 +75,36 @@ extern "C" __global__ void select_counts(const __grid_constant__ Args a) {
     a.counts[row] = n;
 }
 
+// A warp has 32 keys in registers, and goes over the queries of the block, whose values come through
+// shared memory. RAGGED: rows of q and keys of any width, else of a multiple of 8.
 template <bool RAGGED>
 __device__ __forceinline__ void scores(const Args& a) {
+    // [stage][head][16 pieces of 8 columns], a row's pieces in an order without bank conflicts.
+    __shared__ __align__(16) u8 staged[2][HEADS * 256];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int g = lane >> 2, t = lane & 3;
     const int steps = (a.width + 31) / 32;
     const int end = min(a.rows, (int(blockIdx.y) + 1) * GROUP);
+    // Step s of 32 columns, thread t's 8 of them: piece 4s + t of a row. Two rows that one
+    // instruction reads together lie in different halves of the banks.
+    auto place = [](int row, int piece) { return row * 256 + (piece ^ (row & 1) << 2) * 16; };
+    auto bring = [&](int stage, u32 row, int first_head) {
+        const int heads = min(HEADS, a.heads - first_head);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < HEADS * 16; i += THREADS) {
+            const int head = i / 16, piece = i % 16, col = piece * 8;
+            u8* to = staged[stage] + place(head, piece);
+            const bool there = head < heads && col < a.width;
+            const bf16* from = a.q + (u64(row) * a.heads + first_head + (there ? head : 0)) * a.width;
+            if (RAGGED) {
+                *reinterpret_cast<uint4*>(to) =
+                    there ? act8(from, a.width, col, a.aligned) : make_uint4(0, 0, 0, 0);
+            } else {
+                copy_async(to, from + (there ? col : 0), there);
+            }
+        }
+        copy_commit();
+    };
     int first = int(blockIdx.y) * GROUP;
     while (first < end) {
         // Queries of one sequence share the keys, unless each has a list of its own.
@@ -92,7 +117,9 @@ __device__ __forceinline__ void scores(const Args& a) {
         }
         for (u32 tile = blockIdx.x; u64(tile) * TILE < longest; tile += gridDim.x) {
             const u32 at = tile * TILE + warp * 32;
-            if (at >= longest) continue;
+            // Queries in front that see none of these keys are passed over.
+            int from = first;
+            while (from + 1 < to && list_length(a, a.first_row + from) <= tile * TILE) from++;
             // Columns are taken 32 at a time; a thread's 8 of them are two steps of the product.
             uint4 key[2][2][4];
 #pragma unroll
@@ -111,30 +138,35 @@ __device__ __forceinline__ void scores(const Args& a) {
                         raw[s].scale = ABSENT;
                         const int col = s * 32 + t * 8;
                         if (address && col < a.width) {
-                            raw[s] = read8<RAGGED>(a.keys.format, address, a.width, col, a.keys.align);
+                            raw[s] = read8<true>(a.keys.format, address, a.width, col, a.keys.align);
                         }
                     }
 #pragma unroll
                     for (int s = 0; s < 4; s++) key[m][half][s] = decode8(a.keys.format, raw[s]);
                 }
             }
-            for (int r = first; r < to; r++) {
-                const u32 row = a.first_row + r;
+            // Everybody has done with what was staged.
+            __syncthreads();
+            const int parts = (a.heads + HEADS - 1) / HEADS, count = (to - from) * parts;
+            bring(0, a.first_row + from, 0);
+            float sum[2][2] = {};
+            for (int i = 0; i < count; i++) {
+                copy_wait();
+                __syncthreads();
+                if (i + 1 < count) bring((i + 1) & 1, a.first_row + from + (i + 1) / parts, (i + 1) % parts * HEADS);
+                const u32 r = from + i / parts, row = a.first_row + r;
+                const int first_head = i % parts * HEADS;
                 const u32 length = list_length(a, row);
                 if (at >= length) continue;
-                float sum[2][2] = {};
-                for (int head = 0; head < a.heads; head += 8) {
+                const u8* q = staged[i & 1];
+                const int heads = min(HEADS, a.heads - first_head);
+#pragma unroll 1
+                for (int head = 0; head < heads; head += 8) {
                     float dot[2][4] = {};
-                    const bf16* q = a.q + (u64(row) * a.heads + head + g) * a.width;
 #pragma unroll
                     for (int s = 0; s < 4; s++) {
                         if (s >= steps) break;
-                        const int col = s * 32 + t * 8;
-                        uint4 x = make_uint4(0, 0, 0, 0);
-                        if (head + g < a.heads && col < a.width) {
-                            x = RAGGED ? act8(q, a.width, col, a.aligned)
-                                       : __ldg(reinterpret_cast<const uint4*>(q + col));
-                        }
+                        const uint4 x = *reinterpret_cast<const uint4*>(q + head * 256 + place(g, s * 4 + t));
 #pragma unroll
                         for (int m = 0; m < 2; m++) {
                             const uint4 low = key[m][0][s], high = key[m][1][s];
@@ -144,25 +176,27 @@ __device__ __forceinline__ void scores(const Args& a) {
                     }
                     float w[2];
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int h = head + t * 2 + i;
-                        w[i] = h < a.heads ? __ldg(a.weights + u64(row) * a.heads + h) : 0.0f;
+                    for (int j = 0; j < 2; j++) {
+                        const int h = head + t * 2 + j;
+                        w[j] = h < heads ? __ldg(a.weights + u64(row) * a.heads + first_head + h) : 0.0f;
                     }
 #pragma unroll
                     for (int m = 0; m < 2; m++) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) {
+                        for (int j = 0; j < 4; j++) {
                             // NaN stays.
-                            float d = dot[m][i] < 0.0f ? 0.0f : dot[m][i];
-                            sum[m][i / 2] = __fmaf_rn(d, w[i % 2], sum[m][i / 2]);
+                            float d = dot[m][j] < 0.0f ? 0.0f : dot[m][j];
+                            sum[m][j / 2] = __fmaf_rn(d, w[j % 2], sum[m][j / 2]);
                         }
                     }
                 }
+                if (first_head + HEADS < a.heads) continue;
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         float total = sum[m][half];
+                        sum[m][half] = 0.0f;
                         total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
                         total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
                         const u32 i = at + m * 16 + half * 8 + g;
@@ -175,7 +209,7 @@ __device__ __forceinline__ void scores(const Args& a) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) select_scores(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) select_scores(const __grid_constant__ Args a) {
     scores<false>(a);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) select_scores_ragged(const __grid_constant__ Args a) {

@@ -8,6 +8,7 @@ use super::memory::{Buffer, Ptr};
 use super::paged;
 use crate::error::DeviceError;
 use crate::ops::{Attention, Result};
+use crate::tensor::RowFormat;
 use half::bf16;
 
 /// Keys in a piece.
@@ -113,10 +114,16 @@ fn attend_by(
         paged::alignment(row_bytes).slot(),
         pieces as u64,
     ]);
-    let kernel = match shares {
-        Shares::Heads64 => "attend_64",
-        _ if dim <= NARROW => "attend_16_narrow",
-        _ => "attend_16",
+    let is_exact = |format| matches!(format, RowFormat::F32 | RowFormat::Bf16);
+    let exact = is_exact(window.format)
+        || args.selected.as_ref().is_some_and(|selected| is_exact(selected.keys.format));
+    let kernel = match (shares, exact) {
+        (Shares::Heads64, false) => "attend_64",
+        (Shares::Heads64, true) => "attend_64_exact",
+        (_, false) if dim <= NARROW => "attend_16_narrow",
+        (_, true) if dim <= NARROW => "attend_16_narrow_exact",
+        (_, false) => "attend_16",
+        (_, true) => "attend_16_exact",
     };
     let width = if shares == Shares::Heads64 { 64 } else { 16 };
     let blocks = [heads.div_ceil(width), rows, pieces.max(1)];
@@ -132,7 +139,7 @@ mod tests {
     use super::*;
     use crate::formats::encode_row;
     use crate::ops::{ABSENT, Device, PagedRows, RowMap, Selected, WindowRows};
-    use crate::tensor::{Element, RowFormat};
+    use crate::tensor::Element;
 
     fn put<E: Element>(cuda: &Cuda, values: &[E]) -> Buffer<E> {
         let mut buffer = cuda.alloc(values.len()).expect("fits");

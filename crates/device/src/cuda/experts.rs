@@ -4,20 +4,24 @@
 
 use super::launch::{Arg, MAX_SHARED, args, u32_of};
 use super::memory::{Buffer, Memory, Ptr};
+use super::scratch::ScratchGuard;
 use super::stored::{Matrix, readable};
 use super::{Cuda, lock};
 use crate::error::DeviceError;
 use crate::ops::Result;
 use crate::tensor::{Expert, Format, StoredMatrix};
 use half::bf16;
+use std::ops::Range;
 
-/// Rows that share one pass over the weights: bounds the scratch memory.
-const ROW_BLOCK: usize = 1024;
-/// Threads of a block that multiplies.
-const THREADS: usize = 128;
+/// Rows that share one pass over the weights.
+const ROW_BLOCK: usize = 4096;
+/// Bytes of the experts' outputs, before they are summed, that are kept at a time.
+const OUTPUTS: usize = 96 << 20;
 /// Pairs of a row and an expert in a block, where few rows meet at an expert, and where many do.
 const FEW: usize = 8;
 const MANY: usize = 64;
+/// Up to so many pairs have a block each, unsorted.
+const UNSORTED: usize = 12;
 
 /// The routed experts of one layer.
 pub struct Experts {
@@ -193,7 +197,7 @@ fn check_fit([w1, w3, w2]: [Layout; 3], hidden: usize) -> Result<()> {
     let wanted =
         [("w1", w1, (inner, hidden)), ("w3", w3, (inner, hidden)), ("w2", w2, (hidden, inner))];
     for (name, w, (rows, cols)) in wanted {
-        if (w.rows, w.cols) != (rows, cols) || w.format != w1.format {
+        if (w.rows, w.cols) != (rows, cols) || (name == "w3" && w.format != w1.format) {
             return Err(DeviceError::Unsupported {
                 device: "cuda",
                 format: format!("{:?}", w.format),
@@ -210,56 +214,126 @@ fn check_fit([w1, w3, w2]: [Layout; 3], hidden: usize) -> Result<()> {
     Ok(())
 }
 
-/// The pairs that a product runs over.
+/// Pairs of a row and an expert, and where their values lie.
 #[derive(Clone, Copy)]
 struct Pairs {
+    weights: [Layout; 3],
     /// Sorted by expert, with tiles; null: as they come.
     order: Ptr,
     tiles: Ptr,
+    /// Experts of unsorted pairs, a block a pair; null: one expert.
+    ids: Ptr,
     count: usize,
-    /// Blocks along the pairs.
+    /// Blocks along the pairs, and pairs in a block.
     blocks: usize,
-    /// Pairs in a block.
     width: usize,
-}
-
-/// `h` of pairs, `[pairs, inner]`, then their `y`, `[pairs, hidden]`. `divisor`: pairs of a row of x.
-fn run_experts(
-    cuda: &Cuda,
-    [w1, w3, w2]: [Layout; 3],
-    pairs: Pairs,
+    /// Rows of activations, and pairs of a row.
     x: Ptr,
     divisor: usize,
-    limit: f32,
     h: Ptr,
     y: Ptr,
-) -> Result<()> {
-    let slots = |first: &Layout, second: &Layout, x: Ptr, divisor: usize| {
-        let mut slots = Vec::with_capacity(26);
+    limit: f32,
+}
+
+/// One product of pairs: `h = silu(w1 x) * w3 x`, or output features of `y = w2 h`.
+#[derive(Clone)]
+enum Product {
+    Up,
+    Down(Range<usize>),
+}
+
+impl Product {
+    /// The start of the kernels' names.
+    fn name(&self) -> &'static str {
+        match self {
+            Product::Up => "experts_up",
+            Product::Down(_) => "experts_down",
+        }
+    }
+
+    /// Output features of a block.
+    fn features(&self, width: usize) -> usize {
+        match (self, width == FEW) {
+            (Product::Up, true) => 16,
+            (Product::Down(_), true) => 32,
+            (Product::Up, false) => 64,
+            (Product::Down(_), false) => 128,
+        }
+    }
+}
+
+impl Pairs {
+    /// Output features of a product.
+    fn features(&self, product: &Product) -> Range<usize> {
+        match product {
+            Product::Up => 0..self.weights[0].rows,
+            Product::Down(features) => features.clone(),
+        }
+    }
+
+    /// Blocks along the features.
+    fn feature_blocks(&self, product: &Product) -> usize {
+        self.features(product).len().div_ceil(product.features(self.width))
+    }
+
+    /// The middle of a product's kernel name: how its weights are stored.
+    fn format(&self, product: &Product) -> &'static str {
+        match product {
+            Product::Up => self.weights[0].name(),
+            Product::Down(_) => self.weights[2].name(),
+        }
+    }
+
+    /// The members of the kernels' `Args`.
+    fn slots(&self, product: &Product) -> Vec<u64> {
+        let [w1, w3, w2] = &self.weights;
+        let (first, second, x, divisor) = match product {
+            Product::Up => (w1, w3, self.x, self.divisor),
+            Product::Down(_) => (w2, w2, self.h, 1),
+        };
+        let features = self.features(product);
+        let mut slots = Vec::with_capacity(28);
         slots.extend(first.slots());
         slots.extend(second.slots());
         slots.extend([
             x.slot(),
-            h.slot(),
-            y.slot(),
-            pairs.order.slot(),
-            pairs.tiles.slot(),
-            pairs.count as u64,
-            divisor as u64,
-            first.rows as u64,
+            self.h.slot(),
+            self.y.slot(),
+            self.order.slot(),
+            self.tiles.slot(),
+            self.ids.slot(),
+            self.count as u64,
+            divisor.max(1) as u64,
+            features.start as u64,
+            features.len() as u64,
             first.cols as u64,
-            limit.slot(),
+            self.limit.slot(),
         ]);
         slots
-    };
-    let name = |half: &str| format!("experts_{half}_{}_{}", w1.name(), pairs.width);
-    let operation = "experts_forward";
-    let up = slots(&w1, &w3, x, divisor.max(1));
-    let blocks = [w1.rows.div_ceil(16), pairs.blocks, 1];
-    cuda.launch(operation, &name("up"), blocks, THREADS, 0, &up)?;
-    let down = slots(&w2, &w2, h, 1);
-    let blocks = [w2.rows.div_ceil(32), pairs.blocks, 1];
-    cuda.launch(operation, &name("down"), blocks, THREADS, 0, &down)
+    }
+
+    fn run(&self, cuda: &Cuda, product: &Product) -> Result<()> {
+        let (rows, threads) = if self.width == FEW { ("few", 128) } else { ("many", 256) };
+        let kernel = format!("{}_{rows}_{}", product.name(), self.format(product));
+        let blocks = [self.feature_blocks(product), self.blocks, 1];
+        cuda.launch("experts_forward", &kernel, blocks, threads, 0, &self.slots(product))
+    }
+}
+
+/// A product of the routed experts and of the shared one.
+fn run_both(cuda: &Cuda, routed: Option<&Pairs>, shared: &Pairs, product: &Product) -> Result<()> {
+    let Some(routed) = routed else { return shared.run(cuda, product) };
+    let formats = (routed.format(product), shared.format(product));
+    if formats != ("fp4", "fp8") || routed.width != FEW || shared.width != FEW {
+        routed.run(cuda, product)?;
+        return shared.run(cuda, product);
+    }
+    let features = routed.feature_blocks(product).max(shared.feature_blocks(product));
+    let mut slots = routed.slots(product);
+    slots.extend(shared.slots(product));
+    let kernel = format!("{}_both", product.name());
+    let blocks = [features, routed.blocks + 1, 1];
+    cuda.launch("experts_forward", &kernel, blocks, 128, 0, &slots)
 }
 
 pub(super) fn experts_forward(
@@ -292,34 +366,92 @@ pub(super) fn experts_forward(
         let x = x.range(first * hidden, rows * hidden);
         let (ids, weights) = (ids.range(first * k, rows * k), weights.range(first * k, rows * k));
         let out = out.range(first * hidden, rows * hidden);
-        let pairs = rows * k;
+        let count = rows * k;
+        // Output features at a time.
+        let room = OUTPUTS / size_of::<f32>() / (count + rows) / 128 * 128;
+        let step = room.clamp(128, hidden.next_multiple_of(128));
         let mut scratch = cuda.scratch();
-        let y = scratch.take::<f32>((pairs + rows) * hidden)?;
-        if let (Some(routed), true) = (routed, pairs > 0) {
-            let width = if pairs <= FEW * experts.count { FEW } else { MANY };
-            let blocks = pairs.min(experts.count) + pairs / width;
-            let order = scratch.take::<u32>(pairs)?;
-            let tiles = scratch.take::<u32>(1 + 3 * blocks)?;
-            let h = scratch.take::<bf16>(pairs * routed[0].rows)?;
-            let sort =
-                args![ids, u32_of(pairs), u32_of(experts.count), u32_of(width), order, tiles,];
-            cuda.launch(operation, "experts_order", [1, 1, 1], 1024, sort_bytes, sort)?;
-            let pairs = Pairs { order, tiles, count: pairs, blocks, width };
-            run_experts(cuda, routed, pairs, x, k, limit, h, y)?;
-        }
+        let y = scratch.take::<f32>((count + rows) * step.min(hidden))?;
+        let routed = match routed {
+            Some(weights) if count > 0 => {
+                let h = scratch.take::<bf16>(count * weights[0].rows)?;
+                let mut pairs = Pairs {
+                    weights,
+                    order: Ptr::NULL,
+                    tiles: Ptr::NULL,
+                    ids,
+                    count,
+                    blocks: count,
+                    width: FEW,
+                    x,
+                    divisor: k,
+                    h,
+                    y,
+                    limit,
+                };
+                if count > UNSORTED {
+                    sort(cuda, &mut scratch, experts.count, &mut pairs)?;
+                }
+                Some(pairs)
+            }
+            _ => None,
+        };
         let width = if rows <= FEW { FEW } else { MANY };
-        let h = scratch.take::<bf16>(rows * shared[0].rows)?;
-        let all = Pairs {
+        let shared = Pairs {
+            weights: shared,
             order: Ptr::NULL,
             tiles: Ptr::NULL,
+            ids: Ptr::NULL,
             count: rows,
             blocks: rows.div_ceil(width),
             width,
+            x,
+            divisor: 1,
+            h: scratch.take::<bf16>(rows * shared[0].rows)?,
+            y,
+            limit,
         };
-        run_experts(cuda, shared, all, x, 1, limit, h, y.add(4 * pairs * hidden))?;
-        let combine = args![y, weights, u32_of(k), u32_of(rows), u32_of(hidden), out];
-        let blocks = [hidden.div_ceil(512), rows, 1];
-        cuda.launch(operation, "experts_combine", blocks, 256, 0, combine)?;
+        run_both(cuda, routed.as_ref(), &shared, &Product::Up)?;
+        for from in (0..hidden).step_by(step) {
+            let to = hidden.min(from + step);
+            // The shared expert's outputs follow those of the pairs.
+            let shared = Pairs { y: y.add(size_of::<f32>() * count * (to - from)), ..shared };
+            run_both(cuda, routed.as_ref(), &shared, &Product::Down(from..to))?;
+            let combine = args![
+                y,
+                weights,
+                u32_of(k),
+                u32_of(rows),
+                u32_of(to - from),
+                u32_of(hidden),
+                out.add(size_of::<bf16>() * from),
+            ];
+            let blocks = [(to - from).div_ceil(512), rows, 1];
+            cuda.launch(operation, "experts_combine", blocks, 256, 0, combine)?;
+        }
     }
     Ok(())
+}
+
+/// Sorts pairs by expert, and cuts them into tiles.
+fn sort(
+    cuda: &Cuda,
+    scratch: &mut ScratchGuard<'_>,
+    experts: usize,
+    pairs: &mut Pairs,
+) -> Result<()> {
+    let count = pairs.count;
+    pairs.width = if count <= FEW * experts { FEW } else { MANY };
+    pairs.blocks = count.min(experts) + count / pairs.width;
+    pairs.order = scratch.take::<u32>(count)?;
+    pairs.tiles = scratch.take::<u32>(1 + 3 * pairs.blocks)?;
+    let args = args![
+        pairs.ids,
+        u32_of(count),
+        u32_of(experts),
+        u32_of(pairs.width),
+        pairs.order,
+        pairs.tiles,
+    ];
+    cuda.launch("experts_forward", "experts_order", [1, 1, 1], 1024, 8 * experts, args)
 }

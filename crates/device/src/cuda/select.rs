@@ -10,11 +10,11 @@ use crate::ops::{Candidates, Result, Selection};
 /// Scores that are kept at a time: as many queries share a pass as have room.
 const SCORES: usize = 16 << 20;
 /// Keys of a block that computes scores.
-const TILE: usize = 128;
+const TILE: usize = 256;
 /// Queries of such a block.
 const GROUP: usize = 16;
 /// Blocks a multiprocessor of that kernel.
-const BLOCKS: usize = 6;
+const BLOCKS: usize = 4;
 /// Entries that one block chooses among at a time.
 const SEGMENT: usize = 16384;
 /// Threads of a block that chooses.
