@@ -422,6 +422,9 @@ pub struct Eval {
     /// How prompts are read: off, exact, compact or mask
     #[arg(long, value_name = "MODE")]
     pub prefill: Option<String>,
+    /// Prompt tokens that the decoder runs for in compact
+    #[arg(long, value_name = "N")]
+    pub keep_tokens: Option<NonZeroUsize>,
     #[command(flatten)]
     pub run: RunArgs,
     /// Print JSON

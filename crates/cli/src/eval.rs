@@ -65,13 +65,15 @@ pub fn run(args: &Eval) -> Outcome {
     if items.is_empty() {
         return Err(Failure::Usage("there is no task to run".into()));
     }
+    let defaults = EngineConfig::default();
     let config = EngineConfig {
         cache_format: args.run.kv.into(),
         threads: args.run.threads.map(NonZeroUsize::get),
         draft: DraftMode::Off,
         kv_tokens: 1 << 17,
         prefill: args.prefill.as_deref().map_or(Ok(PrefillMode::default()), engine::setting)?,
-        ..EngineConfig::default()
+        keep_tokens: args.keep_tokens.map_or(defaults.keep_tokens, NonZeroUsize::get),
+        ..defaults
     };
     let engine = engine::start(&args.model, &config)?;
     let tokenizer = engine::tokenizer(&engine)?;
