@@ -1,7 +1,7 @@
 // Drives a running server with the official TypeScript client.
 //
 //     npm install openai typescript @types/node
-//     npx tsc --target es2022 --module nodenext --skipLibCheck check.ts
+//     npx tsc --target es2022 --module nodenext --types node --skipLibCheck check.ts
 //     node check.js http://127.0.0.1:8000 demo
 //
 // Exits with 1 at the first thing that is not as it should be.
@@ -77,6 +77,20 @@ async function tools() {
   }
 }
 
+async function schema() {
+  const form = {
+    type: "object",
+    properties: { city: { type: "string", maxLength: 12 } },
+    required: ["city"],
+    additionalProperties: false,
+  };
+  const whole = await client.chat.completions.create({
+    model, messages, max_tokens: 200, seed: 1, reasoning_effort: "none",
+    response_format: { type: "json_schema", json_schema: { name: "city", strict: true, schema: form } },
+  });
+  assert.deepEqual(Object.keys(JSON.parse(whole.choices[0]!.message.content!)), ["city"]);
+}
+
 async function responses() {
   const stream = await client.responses.create({
     model, input: "Say hello.", max_output_tokens: 64, temperature: 0, stream: true,
@@ -106,7 +120,7 @@ async function refusals() {
   );
 }
 
-for (const check of [chat, progress, stopped, tools, responses, refusals]) {
+for (const check of [chat, progress, stopped, tools, schema, responses, refusals]) {
   await check();
   console.log(`${check.name}: ok`);
 }

@@ -36,7 +36,7 @@ for number, (language, code) in enumerate(blocks):
     else:
         source = folder / f"example{number}.mts"
         source.write_text(code)
-        tsc = [str(folder / "node_modules/.bin/tsc"), "--target", "es2022", "--module", "nodenext"]
+        tsc = [str(folder / "node_modules/.bin/tsc"), "--target", "es2022", "--module", "nodenext", "--types", "node"]
         done = subprocess.run(
             [*tsc, "--strict", "--skipLibCheck", source.name], cwd=folder, capture_output=True, text=True
         )

@@ -67,7 +67,7 @@ say "the Python clients"
 
 say "the TypeScript client"
 cp "$here/check.ts" "$work/check.mts"
-(cd "$work" && node_modules/.bin/tsc --target es2022 --module nodenext --strict --skipLibCheck check.mts)
+(cd "$work" && node_modules/.bin/tsc --target es2022 --module nodenext --types node --strict --skipLibCheck check.mts)
 node "$work/check.mjs" "$base" demo
 
 say "the examples of the documentation"
@@ -75,7 +75,8 @@ say "the examples of the documentation"
 
 say "a proxy in between"
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-DEEPINFER=$base DEEPINFER_V1=$base/v1 LITELLM_LOCAL_MODEL_COST_MAP=True LITELLM_TELEMETRY=False \
+DEEPINFER=$base DEEPINFER_V1=$base/v1 LITELLM_MASTER_KEY=sk-only-for-this-test \
+    LITELLM_LOCAL_MODEL_COST_MAP=True LITELLM_TELEMETRY=False \
     "$work/venv/bin/litellm" --config "$here/litellm.yaml" --host 127.0.0.1 --port "$port" \
     >"$work/litellm.log" 2>&1 &
 proxy=$!
@@ -83,7 +84,7 @@ pids+=("$proxy")
 await "http://127.0.0.1:$port/health/liveliness" "$proxy" || { cat "$work/litellm.log" >&2; exit 1; }
 for name in by-openai by-anthropic; do
     echo "$name:"
-    "$work/venv/bin/python" "$here/check.py" "http://127.0.0.1:$port" "$name" sk-none \
+    "$work/venv/bin/python" "$here/check.py" "http://127.0.0.1:$port" "$name" sk-only-for-this-test \
         chat tools messages || { tail -n 40 "$work/litellm.log" >&2; exit 1; }
 done
 kill "$proxy"

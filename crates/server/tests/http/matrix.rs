@@ -74,6 +74,65 @@ async fn every_cell() {
     }
 }
 
+/// A form beside the tools' place: each protocol's own field for it.
+#[tokio::test]
+async fn every_cell_of_structured_output() {
+    let said = "{\"a\": \"é 漢字 👩‍👩‍👧 </ ｜ <｜ x\u{301} }\", \"n\": [1, {\"b\": \"]\"}]}";
+    let schema = json!({"type": "object", "properties": {"a": {"type": "string"}}});
+    let forms = [
+        json!({"type": "json_object"}),
+        json!({"type": "json_schema", "name": "f", "schema": schema}),
+    ];
+    for thinking in [true, false] {
+        let start = if thinking { format!("{THOUGHT}</think>") } else { String::new() };
+        let text = format!("{start}{said}{EOS}");
+        let expected = Answer {
+            content: said.into(),
+            reasoning: if thinking { THOUGHT.into() } else { String::new() },
+            calls: Vec::new(),
+            finish: "stop".into(),
+        };
+        for (form, burst) in forms.iter().flat_map(|form| [1, 3, 1000, 0].map(|b| (form, b))) {
+            let reply = if burst == 0 { bytewise(&text) } else { tokens(&text) };
+            let server = Server::scripted(Config::default(), move |_| {
+                Ok(Reply { burst: burst.max(1), ..Reply::tokens(reply.clone()) })
+            });
+            let name = format!("thinking {thinking}, form {}, burst {burst}", form["type"]);
+            let mut in_chat = json!({"type": form["type"]});
+            if form["type"] == "json_schema" {
+                in_chat["json_schema"] = json!({"name": "f", "schema": schema});
+            }
+            let body =
+                chat(json!({"response_format": in_chat, "reasoning_effort": effort(thinking)}));
+            let whole = whole_chat(&server.ok("/v1/chat/completions", body.clone()).await);
+            assert_eq!(whole, expected, "{name}");
+            let joined = join_chat(&server.events("/v1/chat/completions", body).await);
+            assert_eq!(joined, expected, "{name}");
+            json_of(&joined.content, &name);
+
+            let kind = if thinking { "enabled" } else { "disabled" };
+            let body = json!({
+                "model": "deepinfer", "max_tokens": 10_000, "thinking": {"type": kind},
+                "messages": [{"role": "user", "content": "hi"}],
+                "output_config": {"format": form},
+            });
+            let (blocks, delta) = validate_messages(&server.events("/v1/messages", body).await);
+            let text: String =
+                blocks.iter().filter(|(k, _)| k == "text").map(|(_, t)| t.as_str()).collect();
+            assert_eq!((text.as_str(), &delta["delta"]["stop_reason"]), (said, &json!("end_turn")));
+
+            let body = json!({
+                "model": "deepinfer", "input": "hi", "reasoning": {"effort": effort(thinking)},
+                "text": {"format": form},
+            });
+            let response = validate_responses(&server.events("/v1/responses", body).await);
+            let items = response["output"].as_array().expect("items");
+            let message = items.iter().find(|item| item["type"] == "message").expect("a message");
+            assert_eq!(message["content"][0]["text"], said, "{name}");
+        }
+    }
+}
+
 fn effort(thinking: bool) -> &'static str {
     if thinking { "high" } else { "none" }
 }

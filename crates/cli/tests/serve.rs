@@ -1,0 +1,151 @@
+//! The server as a process: signals, exit codes, a failing self-test.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/tiny-a")
+}
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepinfer"));
+    command.args(["serve", "--port", "0", "--log", "off"]).args(args);
+    command.env_remove("OTEL_EXPORTER_OTLP_ENDPOINT");
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Killed with the test.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Server {
+    fn start() -> Self {
+        let model = tiny().display().to_string();
+        let mut child = command(&["--model", &model, "--served-model-name", "tiny"])
+            .spawn()
+            .expect("the program starts");
+        let mut line = String::new();
+        let mut output = BufReader::new(child.stdout.take().expect("piped"));
+        output.read_line(&mut line).expect("a line");
+        let (_, address) = line.trim().split_once(" on http://").expect("an address");
+        let server = Self { address: address.to_owned(), child };
+        let begin = Instant::now();
+        while !server.get("/ready").contains("\"ready\"") {
+            assert!(begin.elapsed() < Duration::from_secs(120), "it does not become ready");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        server
+    }
+
+    fn send(&self, text: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).expect("a connection");
+        stream.write_all(text.as_bytes()).expect("sent");
+        stream
+    }
+
+    fn get(&self, path: &str) -> String {
+        let head = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        read_all(self.send(&head))
+    }
+
+    /// A stream of so many tokens that has begun.
+    fn stream(&self, tokens: usize) -> TcpStream {
+        let body = format!(
+            "{{\"model\": \"tiny\", \"stream\": true, \"max_tokens\": {tokens}, \"ignore_eos\": \
+             true, \"prompt\": \"Hello\"}}"
+        );
+        let mut stream = self.send(&format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: \
+             {}\r\n\r\n{body}",
+            body.len()
+        ));
+        let mut text = String::new();
+        let mut buffer = [0; 1024];
+        while !text.contains("data:") {
+            let n = stream.read(&mut buffer).expect("an answer");
+            assert!(n > 0, "{text}");
+            text.push_str(&String::from_utf8_lossy(&buffer[..n]));
+        }
+        stream
+    }
+
+    fn terminate(&self) {
+        let id = self.child.id().to_string();
+        let status = Command::new("kill").args(["-TERM", &id]).status().expect("kill is there");
+        assert!(status.success());
+    }
+
+    fn exit_code(&mut self) -> Option<i32> {
+        self.child.wait().expect("it ends").code()
+    }
+}
+
+fn read_all(mut stream: TcpStream) -> String {
+    let mut bytes = Vec::new();
+    let _ = stream.read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[test]
+fn a_signal_lets_requests_end_and_a_second_one_does_not() {
+    let mut server = Server::start();
+    let stream = server.stream(200);
+    server.terminate();
+    let rest = read_all(stream);
+    assert!(rest.contains("\"length\"") && rest.contains("data: [DONE]"), "{rest}");
+    assert_eq!(server.exit_code(), Some(0));
+
+    let mut server = Server::start();
+    let stream = server.stream(4000);
+    server.terminate();
+    // The first signal has been taken when no new connections are.
+    let begin = Instant::now();
+    while TcpStream::connect(&server.address).is_ok() {
+        assert!(begin.elapsed() < Duration::from_secs(30), "it does not drain");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    server.terminate();
+    assert_eq!(server.exit_code(), Some(0));
+    assert!(!read_all(stream).contains("[DONE]"));
+}
+
+#[test]
+fn an_engine_that_fails_its_test_ends_the_process() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("test.json");
+    std::fs::write(&file, "{\"prompt\": [1, 2, 3], \"tokens\": [0, 0, 0, 0]}").expect("written");
+    let (model, file) = (tiny().display().to_string(), file.display().to_string());
+    let output = command(&["--model", &model, "--self-test", &file]).output().expect("it runs");
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("self-test") && error.contains("[0, 0, 0, 0]"), "{error}");
+}
+
+#[test]
+fn settings_that_cannot_be_are_refused_at_once() {
+    let missing = tiny().join("nowhere.pem").display().to_string();
+    for (args, wanted) in [
+        (&["--tls-cert", &missing, "--tls-key", &missing][..], "nowhere.pem"),
+        (&["--tls-cert", &missing], "--tls-key"),
+        (&["--otlp-endpoint", "https://x"], "http://HOST"),
+        (&["--api-key-file", &missing], "nowhere.pem"),
+    ] {
+        let output = command(args).output().expect("it runs");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {error}");
+        assert!(error.contains(wanted), "{args:?}: {error}");
+    }
+}
