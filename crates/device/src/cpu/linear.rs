@@ -30,6 +30,11 @@ use std::ops::Range;
 const ROW_BLOCK: usize = 256;
 /// Weight rows in a unit of work. Tiles have as many.
 const PIECE: usize = 32;
+/// Stored bytes in a unit of work for few activation rows: handing over a unit takes as long as
+/// reading some kilobytes.
+const UNIT_BYTES: usize = 128 << 10;
+/// Units that a matrix is cut into at least, if it has as many tiles, so that threads end together.
+const LEAST_UNITS: usize = 16;
 /// Activation rows up to which weights are not widened first.
 const FEW_ROWS: usize = 8;
 /// Least activation rows in a unit of work, where there are as many.
@@ -174,12 +179,19 @@ fn product(
     }
 }
 
-/// The rows of a matrix in units of work, cut where tiles are. `few` asks for smaller ones, which
-/// suit few activation rows, where the format has no tiles.
+/// The rows of a matrix in units of work, cut where tiles are. `few` asks for units that suit few
+/// activation rows: smaller ones where the format has no tiles, else several short tiles.
 pub(crate) fn pieces(w: &StoredMatrix, few: bool) -> impl Iterator<Item = Range<usize>> + use<> {
     let (rows, before) = (w.rows, w.scale_row0);
-    let plain = matches!(w.format, Format::F32 | Format::Bf16);
-    let piece = if few && plain { PIECE / 4 } else { PIECE };
+    let piece = match (few, w.format) {
+        (false, _) => PIECE,
+        (true, Format::F32 | Format::Bf16) => PIECE / 4,
+        (true, format) => {
+            let tile_bytes = PIECE * format.row_bytes(w.cols);
+            let most = (rows / (PIECE * LEAST_UNITS)).max(1);
+            PIECE * (UNIT_BYTES / tile_bytes.max(1)).clamp(1, most)
+        }
+    };
     (0..(rows + before).div_ceil(piece))
         .map(move |t| (t * piece).saturating_sub(before)..((t + 1) * piece - before).min(rows))
         .filter(|piece| !piece.is_empty())

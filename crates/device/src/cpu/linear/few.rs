@@ -114,15 +114,15 @@ impl<D, const M: usize> Product<'_, D, M> {
         D: Decode<S, STEPS>,
     {
         let last = n.end - 1;
+        let mut tail = Tail::<R>::new();
         for r in n.step_by(R) {
             let rows: [&[u8]; R] = from_fn(|i| self.w.row((r + i).min(last)));
-            let tail = Tail::<R>::of(self.w, rows, D::BYTES);
+            let tail = tail.of(self.w, rows, D::BYTES);
             let chunks = self.w.cols / (STEPS * LANES);
             let starts = rows.map(<[u8]>::as_ptr);
             // SAFETY: rows and tails cover the chunks; the caller vouches for scales and x.
             let sums = unsafe {
                 let scales: [*const f32; R] = from_fn(|i| scale((r + i).min(last)));
-                let tail = tail.as_ref().map(Tail::starts);
                 dots::<S, D, STEPS, M, R, SCALED>(
                     self.decode,
                     self.x,

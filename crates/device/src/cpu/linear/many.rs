@@ -95,14 +95,15 @@ unsafe fn widen<S, D, const STEPS: usize>(
     D: Decode<S, STEPS>,
 {
     let row = w.row(r);
-    let tail = Tail::<1>::of(w, [row], D::BYTES);
+    let mut tail = Tail::<1>::new();
+    let tail = tail.of(w, [row], D::BYTES);
     let whole = w.cols / (STEPS * LANES);
     let first = block.start;
     for (c, out) in block.zip(out.chunks_exact_mut(STEPS * LANES)) {
         // SAFETY: chunk `c` lies in the row, or in the tail; the caller has the instruction set.
         unsafe {
-            let codes = match &tail {
-                Some(tail) if c == whole => tail.starts()[0],
+            let codes = match tail {
+                Some([start]) if c == whole => start,
                 _ => row.as_ptr().add(c * D::BYTES),
             };
             let scale = expanded.as_ptr().add((c - first) * D::SCALES);

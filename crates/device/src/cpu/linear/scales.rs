@@ -72,31 +72,36 @@ pub(super) unsafe fn multiply<S: Simd>(x: &[f32], scales: &[u8], out: &mut [f32]
     }
 }
 
-/// The last, partial chunk of `R` rows, filled up with zeros.
+/// Room for the last, partial chunk of `R` rows, filled up with zeros.
 pub(super) struct Tail<const R: usize>([[u8; 64]; R]);
 
 impl<const R: usize> Tail<R> {
-    /// `None` if the rows end with a chunk. A whole chunk is `chunk_bytes` long.
     #[inline(always)]
-    pub(super) fn of(w: &StoredMatrix, rows: [&[u8]; R], chunk_bytes: usize) -> Option<Self> {
+    pub(super) fn new() -> Self {
+        Self([[0; 64]; R])
+    }
+
+    /// Where the last chunks of these rows start; `None` if the rows end with a whole chunk, which
+    /// is `chunk_bytes` long.
+    #[inline(always)]
+    pub(super) fn of(
+        &mut self,
+        w: &StoredMatrix,
+        rows: [&[u8]; R],
+        chunk_bytes: usize,
+    ) -> Option<[*const u8; R]> {
         let chunk = lanes::chunk(w.format);
         if w.cols.is_multiple_of(chunk) {
             return None;
         }
         let from = w.cols / chunk * chunk_bytes;
-        Some(Self(rows.map(|row| {
+        for (bytes, row) in self.0.iter_mut().zip(rows) {
             let rest = &row[from..];
-            let mut bytes = [0; 64];
             bytes[..rest.len()].copy_from_slice(rest);
             if w.format == Format::Fp4Row32 && !w.cols.is_multiple_of(2) {
                 bytes[rest.len() - 1] &= 0x0F;
             }
-            bytes
-        })))
-    }
-
-    #[inline(always)]
-    pub(super) fn starts(&self) -> [*const u8; R] {
-        std::array::from_fn(|r| self.0[r].as_ptr())
+        }
+        Some(std::array::from_fn(|r| self.0[r].as_ptr()))
     }
 }
