@@ -22,8 +22,9 @@ pub(super) use shape::{Document, Types};
 const MAX_DEPTH: usize = 64;
 /// Largest length and item count in a bound.
 const MAX_COUNT: u64 = 1 << 20;
-/// Most white space between two JSON tokens, so that a model cannot pad forever.
-const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,256}";
+/// White space between two JSON tokens: a space, or a new line and its indentation. A model that
+/// could write any would pad until its tokens are used up.
+const WHITE_SPACE: &str = r"\x20|\x0D?\x0A[\x20\x09]{0,64}";
 
 /// Keywords without effect on what matches. Every `x-...` but the library's own is one too.
 const ANNOTATIONS: [&str; 24] = [
