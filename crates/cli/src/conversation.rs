@@ -83,6 +83,8 @@ pub struct ToolFunction {
     description: Option<String>,
     #[serde(default)]
     parameters: Value,
+    #[serde(default)]
+    strict: bool,
 }
 
 /// Turns messages into those of the prompt renderer. The error says what cannot be taken.
@@ -130,6 +132,15 @@ fn message(m: Message) -> Result<InputMessage, String> {
         }
         other => return Err(format!("role {other:?}: expected system, user, assistant or tool")),
     })
+}
+
+/// Names of the tools whose arguments must follow their schemas.
+pub fn strict(list: &[Tool]) -> Vec<String> {
+    let function = |tool: &'_ Tool| {
+        let (Tool::Nested { function } | Tool::Flat(function)) = tool;
+        function.strict.then(|| function.name.clone())
+    };
+    list.iter().filter_map(function).collect()
 }
 
 /// Turns tools into those of the prompt renderer.

@@ -3,7 +3,8 @@
 use crate::args::FormArgs;
 use crate::failure::{Failure, Outcome};
 use anyhow::Context;
-use deepinfer::grammar::{GrammarSpec, Trigger};
+use deepinfer::chat::ToolDefinition;
+use deepinfer::grammar::{GrammarSpec, Tool, ToolCalls, ToolChoice, Trigger};
 use deepinfer::request::{Constraint, ThinkingBudget};
 use deepinfer::tokenizer::Tokenizer;
 use std::path::Path;
@@ -57,4 +58,20 @@ pub fn budget(tokens: Option<usize>, end: Option<u32>) -> Outcome<Option<Thinkin
             Err(Failure::Usage("--thinking-budget needs an answer that thinks: --effort".into()))
         }
     }
+}
+
+/// Calls of `tools`; the arguments of those named `strict` follow their schemas. At most one unless
+/// they may be `parallel`.
+pub fn calls(
+    tools: &[ToolDefinition],
+    strict: &[String],
+    choice: ToolChoice,
+    parallel: bool,
+) -> GrammarSpec {
+    let tools = tools.iter().map(|tool| Tool {
+        name: tool.name.clone(),
+        parameters: tool.parameters.clone(),
+        strict: strict.contains(&tool.name),
+    });
+    GrammarSpec::ToolCalls(ToolCalls { tools: tools.collect(), choice, parallel, opened: false })
 }

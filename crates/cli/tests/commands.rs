@@ -292,6 +292,40 @@ fn an_interrupt_ends_the_answer_and_not_the_talk() {
 }
 
 #[test]
+fn batches_keep_to_forms() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let line = |id: &str, extra: &str| {
+        format!(
+            "{{\"custom_id\":\"{id}\",\"url\":\"/v1/chat/completions\",\"body\":{{\"messages\":\
+             [{{\"role\":\"user\",\"content\":\"x\"}}],\"max_tokens\":90,\"seed\":3,{extra}}}}}\n"
+        )
+    };
+    let tool = r#""tools":[{"type":"function","function":{"name":"run","strict":true,
+        "parameters":{"type":"object","properties":{"n":{"enum":[1,2]}},"required":["n"],"additionalProperties":false}}}]"#
+        .replace('\n', "");
+    let input = [
+        line("a", r#""response_format":{"type":"choice","choice":["left","right"]}"#),
+        line("b", &format!(r#"{tool},"tool_choice":"required","parallel_tool_calls":false"#)),
+        line("c", r#""response_format":{"type":"regex","regex":"("}"#),
+    ];
+    std::fs::write(path("in"), input.concat()).expect("it writes");
+    run(&["batch", "--model", &tiny(), &path("in"), &path("out")]);
+    let text = std::fs::read_to_string(path("out")).expect("answers");
+    let answer = |id: &str| {
+        let mut lines = text.lines().map(serde_json::from_str::<serde_json::Value>);
+        let found = lines.find_map(|l| l.ok().filter(|l| l["custom_id"] == id));
+        found.expect("an answer")["response"]["body"].clone()
+    };
+    let message = |id: &str| answer(id)["choices"][0]["message"].clone();
+    assert!(["left", "right"].contains(&message("a")["content"].as_str().unwrap_or_default()));
+    let call = &message("b")["tool_calls"][0]["function"];
+    assert_eq!(call["name"], "run", "{text}");
+    assert!([r#"{"n":1}"#, r#"{"n":2}"#].contains(&call["arguments"].as_str().unwrap_or("")));
+    assert!(answer("c")["error"]["message"].as_str().is_some_and(|m| m.contains("grammar")));
+}
+
+#[test]
 fn bench_reports_every_figure() {
     let output = run(&[
         "bench",

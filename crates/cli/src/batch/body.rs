@@ -1,7 +1,9 @@
 //! What a request of a batch asks for. Fields that are not served are refused by name.
 
 use crate::conversation::{self, Message, Tool};
+use crate::form;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat, ToolChoice};
+use deepinfer::grammar::{GrammarSpec, ToolChoice as CallChoice};
 use deepinfer::request::{Request, SamplingParams};
 use deepinfer::tokenizer::Tokenizer;
 use serde::Deserialize;
@@ -99,7 +101,9 @@ struct ChatBody {
     #[serde(default)]
     tools: Vec<Tool>,
     #[serde(default)]
-    tool_choice: Option<String>,
+    tool_choice: Option<Value>,
+    #[serde(default)]
+    parallel_tool_calls: Option<bool>,
     #[serde(default)]
     reasoning_effort: Option<Value>,
     #[serde(default)]
@@ -107,9 +111,51 @@ struct ChatBody {
 }
 
 #[derive(Debug, Deserialize)]
-struct Format {
-    #[serde(rename = "type")]
-    kind: String,
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum Format {
+    Text,
+    JsonObject,
+    JsonSchema { json_schema: Schema },
+    Regex { regex: String },
+    Grammar { grammar: String },
+    Choice { choice: Vec<String> },
+}
+
+/// A schema; it is enforced, whether or not it is called strict.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Schema {
+    schema: Value,
+    #[allow(dead_code, reason = "accepted, without influence")]
+    name: Option<String>,
+    #[allow(dead_code, reason = "accepted, without influence")]
+    description: Option<String>,
+    #[allow(dead_code, reason = "accepted, without influence")]
+    strict: Option<bool>,
+}
+
+impl Format {
+    /// What the prompt says of it.
+    fn told(&self) -> ResponseFormat {
+        match self {
+            Format::JsonObject => ResponseFormat::JsonObject,
+            Format::JsonSchema { json_schema } => {
+                ResponseFormat::JsonSchema(json_schema.schema.clone())
+            }
+            _ => ResponseFormat::Text,
+        }
+    }
+
+    fn grammar(self) -> Option<GrammarSpec> {
+        match self {
+            Format::Text => None,
+            Format::JsonObject => Some(GrammarSpec::JsonObject),
+            Format::JsonSchema { json_schema } => Some(GrammarSpec::JsonSchema(json_schema.schema)),
+            Format::Regex { regex } => Some(GrammarSpec::Regex(regex)),
+            Format::Grammar { grammar } => Some(GrammarSpec::Lark(grammar)),
+            Format::Choice { choice } => Some(GrammarSpec::Choice(choice)),
+        }
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -148,6 +194,7 @@ const CHAT: &[&str] = &[
     "max_completion_tokens",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "reasoning_effort",
     "response_format",
 ];
@@ -197,7 +244,7 @@ impl Line {
         Ok((own, common))
     }
 
-    fn chat(&self, _: &Tokenizer, template: &ChatTemplate<'_>) -> Result<Job, String> {
+    fn chat(&self, tokenizer: &Tokenizer, template: &ChatTemplate<'_>) -> Result<Job, String> {
         let (body, common): (ChatBody, Common) = self.parsed(CHAT)?;
         let mut params = params(&common)?;
         params.max_tokens = body.max_completion_tokens.or(params.max_tokens);
@@ -210,24 +257,50 @@ impl Line {
                 other.to_string().parse().map_err(|e| format!("reasoning_effort: {e}"))?
             }
         };
-        let tool_choice = match body.tool_choice.as_deref() {
-            None | Some("auto") => ToolChoice::Auto,
-            Some("none") => ToolChoice::None,
-            Some(other) => return Err(format!("tool_choice {other:?}: expected auto or none")),
+        let calls = match &body.tool_choice {
+            None => Some(CallChoice::Auto),
+            Some(Value::String(word)) if word == "auto" => Some(CallChoice::Auto),
+            Some(Value::String(word)) if word == "none" => None,
+            Some(Value::String(word)) if word == "required" => Some(CallChoice::Required),
+            Some(other) => match other["function"]["name"].as_str() {
+                Some(name) => Some(CallChoice::Named(name.to_owned())),
+                None => {
+                    let expected = "auto, none, required or a function";
+                    return Err(format!("tool_choice {other}: expected {expected}"));
+                }
+            },
         };
-        let response_format = match body.response_format.as_ref().map(|f| f.kind.as_str()) {
-            None | Some("text") => ResponseFormat::Text,
-            Some("json_object") => ResponseFormat::JsonObject,
-            Some(other) => {
-                return Err(format!("response_format {other:?}: expected text or json_object"));
-            }
-        };
+        let calls_none = calls.is_none();
+        let strict = conversation::strict(&body.tools);
         let tools = conversation::tools(body.tools);
         let has_tools = !tools.is_empty();
+        let parallel = body.parallel_tool_calls.unwrap_or(true);
+        let format = body.response_format.unwrap_or(Format::Text);
+        let response_format = format.told();
+        let form = format.grammar();
+        let grammar = match calls {
+            // A call that must come, and arguments that must follow a schema, are enforced.
+            Some(choice)
+                if choice != CallChoice::Auto || has_tools && (!strict.is_empty() || !parallel) =>
+            {
+                if form.is_some() {
+                    return Err("response_format cannot be combined with tools to be called".into());
+                }
+                Some(form::calls(&tools, &strict, choice, parallel))
+            }
+            Some(_) if has_tools && form.is_some() => {
+                return Err("response_format cannot be combined with tools to be called".into());
+            }
+            _ => form,
+        };
+        let end = form::thinking_end(tokenizer, effort.thinks());
+        let end = end.map_err(|_| "the tokenizer has no token that ends thinking")?;
+        params.constraint = form::constraint(grammar, end)
+            .map_err(|_| "the end of thinking cannot start a grammar")?;
         let conversation = Conversation {
             messages: conversation::messages(body.messages)?,
             tools,
-            tool_choice,
+            tool_choice: if calls_none { ToolChoice::None } else { ToolChoice::Auto },
             response_format,
             ..Conversation::default()
         };
@@ -266,6 +339,9 @@ fn params(c: &Common) -> Result<SamplingParams, String> {
     if c.stream == Some(true) {
         return Err("body.stream is not supported in a batch".into());
     }
+    if c.n.is_some_and(|n| n != 1) {
+        return Err("body.n is not supported in a batch; write the request several times".into());
+    }
     let _ = &c.user;
     let mut logit_bias = Vec::new();
     for (token, &bias) in &c.logit_bias {
@@ -289,7 +365,6 @@ fn params(c: &Common) -> Result<SamplingParams, String> {
             Stop::Many(list) => list.clone(),
             Stop::None => Vec::new(),
         },
-        n: c.n.unwrap_or(1),
         ..d
     })
 }
@@ -313,5 +388,6 @@ mod tests {
         assert!(refused(r#"{"prompt":"x","stream":true}"#, TEXT).contains("stream"));
         assert!(refused(r#"{"prompt":"x","logit_bias":{"b":1}}"#, TEXT).contains("\"b\""));
         assert!(refused(r#"{"prompt":7}"#, TEXT).contains("body"));
+        assert!(refused(r#"{"prompt":"x","n":2}"#, TEXT).contains("body.n"));
     }
 }
