@@ -88,6 +88,7 @@ impl Scheduler {
         sequence.usage.cached_tokens = len - 1;
         self.metrics.prefix(len, len - 1);
         self.metrics.queued_for(sequence.arrival.elapsed());
+        sequence.admitted();
         true
     }
 }
