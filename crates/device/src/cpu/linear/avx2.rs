@@ -65,26 +65,6 @@ impl Simd for Avx2 {
         unsafe { [_mm256_set1_ps(a), _mm256_set1_ps(b)] }
     }
 
-    #[inline(always)]
-    unsafe fn or_differences(acc: Self::V, x: Self::V, y: Self::V) -> Self::V {
-        // SAFETY: see above.
-        unsafe {
-            [
-                _mm256_or_ps(acc[0], _mm256_xor_ps(x[0], y[0])),
-                _mm256_or_ps(acc[1], _mm256_xor_ps(x[1], y[1])),
-            ]
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn is_zero(v: Self::V) -> bool {
-        // SAFETY: see above.
-        unsafe {
-            let bits = _mm256_castps_si256(_mm256_or_ps(v[0], v[1]));
-            _mm256_testz_si256(bits, bits) == 1
-        }
-    }
-
     const MR: usize = 3;
     const NR: usize = 2;
 

@@ -63,21 +63,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_blend_ps(0xFF00, _mm512_set1_ps(a), _mm512_set1_ps(b)) }
     }
 
-    #[inline(always)]
-    unsafe fn or_differences(acc: Self::V, x: Self::V, y: Self::V) -> Self::V {
-        // SAFETY: see above.
-        unsafe { _mm512_or_ps(acc, _mm512_xor_ps(x, y)) }
-    }
-
-    #[inline(always)]
-    unsafe fn is_zero(v: Self::V) -> bool {
-        // SAFETY: see above.
-        unsafe {
-            let bits = _mm512_castps_si512(v);
-            _mm512_test_epi32_mask(bits, bits) == 0
-        }
-    }
-
     const MR: usize = 6;
     const NR: usize = 4;
 

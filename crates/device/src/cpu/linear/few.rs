@@ -49,21 +49,24 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
     };
     if D::SCALES == 0 {
         // SAFETY: the caller's promise; there are no scales.
-        unsafe { product.run::<S, STEPS, R, false>(n, |_| std::ptr::null(), out) }
+        unsafe { product.run::<S, STEPS, R, false>(n, |_| [std::ptr::null(); R], out) }
     } else if D::SCALES == LANES && w.format == Format::Fp8Block32 {
         let values = chunks * D::SCALES;
         let padded = x.row(0).len();
         let mut expanded = scratch::take(values);
         let mut scaled = scratch::take(rows * padded);
+        let magnitudes = (0..rows).fold(scales::NONE, |m, i| scales::magnitudes(x.row(i), m));
         let mut from = n.start;
         while from < n.end {
             let to = n.end.min((from + w.scale_row0) / GROUP * GROUP + GROUP - w.scale_row0);
             // The scale goes to the activations, once for a row of tiles, where that is exact.
             let bytes = w.row_scales(from);
-            let mut exact = scales::are_moderate(bytes);
-            for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
-                // SAFETY: the caller's promise.
-                exact = exact && unsafe { scales::multiply::<S>(x.row(m), bytes, scaled) };
+            let exact = scales::are_moderate(bytes) && scales::are_exact(bytes, magnitudes);
+            if exact {
+                for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
+                    // SAFETY: the caller's promise.
+                    unsafe { scales::multiply::<S>(x.row(m), bytes, scaled) };
+                }
             }
             // SAFETY: the caller's promise; one row of scales serves all these rows.
             unsafe {
@@ -71,11 +74,11 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
                     let base = scaled.as_ptr();
                     let x = from_fn(|m| base.add(m.min(rows - 1) * padded));
                     let product: Product<'_, D, M> = Product { x, ..product };
-                    product.run::<S, STEPS, R, false>(from..to, |_| std::ptr::null(), out);
+                    product.run::<S, STEPS, R, false>(from..to, |_| [std::ptr::null(); R], out);
                 } else {
                     scales::expand::<S>(w, from, 0..chunks, D::SCALES, &mut expanded);
                     let scale = expanded.as_ptr();
-                    product.run::<S, STEPS, R, true>(from..to, |_| scale, out);
+                    product.run::<S, STEPS, R, true>(from..to, |_| [scale; R], out);
                 }
             }
             from = to;
@@ -83,59 +86,58 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
     } else {
         let values = chunks * D::SCALES;
         let mut expanded = scratch::take(R * values);
-        let mut from = n.start;
-        while from < n.end {
-            let to = n.end.min(from + R);
-            for (r, expanded) in (from..to).zip(expanded.chunks_mut(values.max(1))) {
+        let scales = |rows: [usize; R]| {
+            for (r, expanded) in rows.into_iter().zip(expanded.chunks_mut(values.max(1))) {
                 // SAFETY: the caller's promise.
                 unsafe { scales::expand::<S>(w, r, 0..chunks, D::SCALES, expanded) };
             }
-            let base = expanded.as_ptr();
-            // SAFETY: the caller's promise; a row of expanded scales for each stored row.
-            unsafe {
-                let scale = |r: usize| base.add((r - from) * values);
-                product.run::<S, STEPS, R, true>(from..to, scale, out);
-            }
-            from = to;
-        }
+            from_fn(|i| expanded[i * values..].as_ptr())
+        };
+        // SAFETY: the caller's promise; a row of expanded scales for each stored row.
+        unsafe { product.run::<S, STEPS, R, true>(n, scales, out) }
     }
 }
 
 impl<D, const M: usize> Product<'_, D, M> {
-    /// Rows `n`, `R` at a time.
+    /// Rows `n`, `R` at a time: one of each of `R` parts that follow each other, so that memory is
+    /// read in `R` long streams. `scales` says where the scales of rows are.
     #[inline(always)]
     unsafe fn run<S, const STEPS: usize, const R: usize, const SCALED: bool>(
         &self,
         n: Range<usize>,
-        scale: impl Fn(usize) -> *const f32,
+        mut scales: impl FnMut([usize; R]) -> [*const f32; R],
         out: &mut [f32],
     ) where
         S: Simd,
         D: Decode<S, STEPS>,
     {
-        let last = n.end - 1;
+        let part = n.len().div_ceil(R);
+        let chunks = self.w.cols / (STEPS * LANES);
         let mut tail = Tail::<R>::new();
-        for r in n.step_by(R) {
-            let rows: [&[u8]; R] = from_fn(|i| self.w.row((r + i).min(last)));
-            let tail = tail.of(self.w, rows, D::BYTES);
-            let chunks = self.w.cols / (STEPS * LANES);
-            let starts = rows.map(<[u8]>::as_ptr);
+        for r in 0..part {
+            let rows: [usize; R] = from_fn(|i| (n.start + i * part + r).min(n.end - 1));
+            let stored: [&[u8]; R] = rows.map(|row| self.w.row(row));
+            let tail = tail.of(self.w, stored, D::BYTES);
+            // What is wanted soon: each part's next row, or where it starts in the next rows.
+            let ahead = if r + 1 < part { 1 } else { (R - 1) * part + 1 };
             // SAFETY: rows and tails cover the chunks; the caller vouches for scales and x.
             let sums = unsafe {
-                let scales: [*const f32; R] = from_fn(|i| scale((r + i).min(last)));
                 dots::<S, D, STEPS, M, R, SCALED>(
                     self.decode,
                     self.x,
-                    starts,
-                    scales,
+                    stored.map(<[u8]>::as_ptr),
+                    scales(rows),
                     chunks,
                     tail,
-                    R * self.w.row_stride,
+                    ahead * self.w.row_stride,
                 )
             };
-            for i in 0..R.min(last + 1 - r) {
-                for m in 0..self.rows {
-                    out[m * self.width + r + i - self.first] = sums[i][m];
+            for (i, row) in rows.into_iter().enumerate() {
+                // The last part may be shorter.
+                if i * part + r < n.len() {
+                    for m in 0..self.rows {
+                        out[m * self.width + row - self.first] = sums[i][m];
+                    }
                 }
             }
         }

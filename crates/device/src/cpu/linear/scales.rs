@@ -35,40 +35,60 @@ pub(super) unsafe fn expand<S: Simd>(
     }
 }
 
-/// Whether scales are far enough from the ends of the range for every weight, and for the inverse of
-/// every scale, to be exact.
+/// Whether scales are far enough from the ends of the range for every weight to be exact.
 #[inline(always)]
 pub(super) fn are_moderate(bytes: &[u8]) -> bool {
     bytes.iter().fold(true, |good, byte| good & (14..=240).contains(byte))
 }
 
-/// `out = x * scale` in the lane order of fp8, for moderate scales of 32 columns each; whether every
-/// product is exact.
+/// The least magnitude but 0, less one, and the largest: bits of f32.
+pub(super) type Magnitudes = (u32, u32);
+
+/// Magnitudes of no values.
+pub(super) const NONE: Magnitudes = (u32::MAX, 0);
+
+/// Those of `x` and the values before.
+#[inline(always)]
+pub(super) fn magnitudes(x: &[f32], before: Magnitudes) -> Magnitudes {
+    x.iter().fold(before, |(least, largest), x| {
+        let bits = x.to_bits() & 0x7FFF_FFFF;
+        (least.min(bits.wrapping_sub(1)), largest.max(bits))
+    })
+}
+
+/// Whether the products of values of these magnitudes and any of these scales are exact: values and
+/// products are 0 or normal numbers.
+#[inline(always)]
+pub(super) fn are_exact(bytes: &[u8], (least, largest): Magnitudes) -> bool {
+    const BIAS: u32 = 127;
+    let low = bytes.iter().fold(u8::MAX, |low, byte| low.min(*byte));
+    let high = bytes.iter().fold(0, |high, byte| high.max(*byte));
+    let [smallest, biggest] = [least.wrapping_add(1), largest].map(|bits| bits >> 23);
+    let normal = smallest >= 1 && biggest <= 254;
+    let stay = smallest + u32::from(low) > BIAS && biggest + u32::from(high) <= 254 + BIAS;
+    largest == 0 || normal && stay
+}
+
+/// `out = x * scale` in the lane order of fp8, for scales of 32 columns each that are normal
+/// numbers.
 ///
 /// # Safety
 /// The processor has the instruction set; `out` is as long as `x`, which is padded to whole chunks
 /// of 64.
 #[inline(always)]
-pub(super) unsafe fn multiply<S: Simd>(x: &[f32], scales: &[u8], out: &mut [f32]) -> bool {
+pub(super) unsafe fn multiply<S: Simd>(x: &[f32], scales: &[u8], out: &mut [f32]) {
     const STEPS: usize = 4;
     assert!(x.len() <= scales.len().div_ceil(2) * STEPS * LANES && x.len() == out.len());
     // SAFETY: every access lies in a chunk of x and out; the caller has the instruction set.
     unsafe {
-        let mut wrong = S::zero();
         for (c, scales) in scales.chunks(2).enumerate().take(x.len() / (STEPS * LANES)) {
-            let [first, second] = [scales[0], scales[scales.len() - 1]].map(u32::from);
-            let power = |exponent: u32| f32::from_bits(exponent << 23);
-            let scale = S::halves(power(first), power(second));
-            let inverse = S::halves(power(254 - first), power(254 - second));
+            let power = |byte: u8| f32::from_bits(u32::from(byte) << 23);
+            let scale = S::halves(power(scales[0]), power(scales[scales.len() - 1]));
             for s in 0..STEPS {
                 let at = (c * STEPS + s) * LANES;
-                let x = S::load(x.as_ptr().add(at));
-                let product = S::mul(x, scale);
-                S::store(out.as_mut_ptr().add(at), product);
-                wrong = S::or_differences(wrong, S::mul(product, inverse), x);
+                S::store(out.as_mut_ptr().add(at), S::mul(S::load(x.as_ptr().add(at)), scale));
             }
         }
-        S::is_zero(wrong)
     }
 }
 

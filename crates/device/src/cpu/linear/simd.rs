@@ -25,10 +25,6 @@ pub(super) trait Simd: Copy {
     unsafe fn mul(x: Self::V, y: Self::V) -> Self::V;
     /// `a` in lanes 0 to 7, `b` in lanes 8 to 15.
     unsafe fn halves(a: f32, b: f32) -> Self::V;
-    /// The bits of `acc`, and those in which `x` and `y` differ.
-    unsafe fn or_differences(acc: Self::V, x: Self::V, y: Self::V) -> Self::V;
-    /// Whether all bits are 0.
-    unsafe fn is_zero(v: Self::V) -> bool;
     /// Activation rows of a register tile, at most [`MAX_MR`].
     const MR: usize;
     /// Weight rows of a register tile.
