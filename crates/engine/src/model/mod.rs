@@ -2,9 +2,10 @@
 //!
 //! A token's way through [`Model::forward`]: embedding -> encoder layers -> boundary (every token's
 //! compressed row and index key are published, most prompt tokens stop here) -> decoder layers (each
-//! with the rows that matter from there on, [`kept`]) -> head. A layer is: n-gram memory where present, attention, experts; each of the last two reads a
-//! weighted sum of the residual streams and mixes its output back into them ([`streams`]).
-//! [`draft`] proposes tokens from what the decoder saw.
+//! with the rows that matter from there on, `kept`) -> head. A layer is: n-gram memory where
+//! present, attention, experts; each of the last two reads a weighted sum of the residual streams
+//! and mixes its output back into them ([`streams`]). [`draft`] proposes tokens from what the
+//! decoder saw.
 
 mod attention;
 mod batch;
