@@ -1,5 +1,6 @@
 //! Weights as they lie in a checkpoint, and the element types of device buffers.
 
+use crate::error::DeviceError;
 use bytes::Bytes;
 use std::ops::Range;
 
@@ -148,10 +149,44 @@ impl StoredMatrix {
         &self.scale[at..at + groups]
     }
 
+    /// An error about this matrix on `device`.
+    pub(crate) fn unsupported(&self, device: &'static str, reason: String) -> DeviceError {
+        let (format, rows, cols) = (format!("{:?}", self.format), self.rows, self.cols);
+        DeviceError::Unsupported { device, format, rows, cols, reason }
+    }
+
+    /// Refuses a matrix whose bytes do not cover its shape, in the name of `device`.
+    pub(crate) fn check(&self, device: &'static str) -> Result<(), DeviceError> {
+        let values = extent(self.rows, self.row_stride, self.format.row_bytes(self.cols));
+        let shape = self.format.scale_shape(self.rows + self.scale_row0, self.cols);
+        let (scale_rows, groups) = shape.unwrap_or((0, 0));
+        let scales = extent(scale_rows, self.scale_stride, groups);
+        let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
+        if !short(self.data.len(), values) && !short(self.scale.len(), scales) {
+            return Ok(());
+        }
+        let reason = format!(
+            "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
+            self.data.len(),
+            self.row_stride,
+            self.scale.len(),
+            self.scale_stride
+        );
+        Err(self.unsupported(device, reason))
+    }
+
     /// Bytes that a product with this matrix reads, scales included.
     pub fn stored_bytes(&self) -> usize {
         let scales = self.format.scale_shape(self.rows, self.cols).map_or(0, |(r, c)| r * c);
         self.rows * self.format.row_bytes(self.cols) + scales
+    }
+}
+
+/// Bytes from the first to the end of the last of `rows` rows.
+fn extent(rows: usize, stride: usize, row: usize) -> Option<usize> {
+    match rows.checked_sub(1) {
+        None => Some(0),
+        Some(before) => before.checked_mul(stride)?.checked_add(row),
     }
 }
 

@@ -101,6 +101,26 @@ fn bits_do_not_depend_on_rows_threads_or_instructions() {
     }
 }
 
+/// Tall matrices of short rows: a unit of work for few activation rows spans several tiles, the first
+/// and the last of them cut by the view.
+#[test]
+fn units_of_several_tiles() {
+    let mut random = Random(7);
+    for format in FORMATS {
+        for (n, k) in [(1301, 40), (2085, 72)] {
+            let w = Weight::new(random.matrix(format, n, k)).expect("a weight");
+            let x = random.values(8 * k);
+            let want = row_by_row(&x, &w, 8);
+            for cpu in &cpus() {
+                for rows in [1, 2, 5, 8] {
+                    let what = format!("{format:?} {n} x {k}, {rows} rows, {}", name(cpu));
+                    assert_bits(&what, &run(cpu, &x, &w, rows), &want[..rows * n]);
+                }
+            }
+        }
+    }
+}
+
 /// The error stays within what f32 sums of this length may have, and leans to no side.
 #[test]
 fn close_to_f64_and_without_bias() {
@@ -495,6 +515,7 @@ fn devices_weights() {
     for_each_device!(unit_rows_read_weights);
     for_each_device!(every_code_is_read);
     for_each_device!(large_scales_are_read);
+    for_each_device!(nan_codes_are_nan);
 }
 
 #[test]
@@ -532,4 +553,22 @@ fn large_scales_are_read<D: Device>(device: &D) -> Vec<u32> {
         all.extend(common::bits(&large));
     }
     all
+}
+
+/// The code of NaN makes NaN of what it is multiplied into, and of nothing else.
+fn nan_codes_are_nan<D: Device>(device: &D) -> Vec<u32> {
+    for format in [Format::Fp8Block32, Format::Fp8Row32] {
+        let (n, k, bad) = (40, 64, 17);
+        let (mut data, scale) = encode_matrix(format, &Random(18).values(n * k), n, k);
+        for code in [0x7F, 0xFF] {
+            data[bad * k + 5] = code;
+            let stored = StoredMatrix::new(format, n, k, data.clone().into(), scale.clone().into());
+            let w = device.matrix(stored).expect("a weight");
+            let got = f32_product(device, &act_values(&mut Random(19), 2 * k), &w, n, 2);
+            for (i, x) in got.iter().enumerate() {
+                assert_eq!(x.is_nan(), i % n == bad, "{format:?}: output {i} is {x}");
+            }
+        }
+    }
+    Vec::new()
 }

@@ -49,23 +49,7 @@ pub struct Weight(StoredMatrix);
 impl Weight {
     /// Accepts a matrix whose bytes cover its shape.
     pub fn new(m: StoredMatrix) -> Result<Self, DeviceError> {
-        let values = extent(m.rows, m.row_stride, m.format.row_bytes(m.cols));
-        let (scale_rows, groups) =
-            m.format.scale_shape(m.rows + m.scale_row0, m.cols).unwrap_or((0, 0));
-        let scales = extent(scale_rows, m.scale_stride, groups);
-        let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
-        if short(m.data.len(), values) || short(m.scale.len(), scales) {
-            let reason = format!(
-                "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
-                m.data.len(),
-                m.row_stride,
-                m.scale.len(),
-                m.scale_stride
-            );
-            let format = format!("{:?}", m.format);
-            let (rows, cols) = (m.rows, m.cols);
-            return Err(DeviceError::Unsupported { device: "cpu", format, rows, cols, reason });
-        }
+        m.check("cpu")?;
         Ok(Self(m))
     }
 
@@ -82,14 +66,6 @@ impl Weight {
     /// Input features.
     pub fn cols(&self) -> usize {
         self.0.cols
-    }
-}
-
-/// Bytes from the first to the end of the last of `rows` rows.
-fn extent(rows: usize, stride: usize, row: usize) -> Option<usize> {
-    match rows.checked_sub(1) {
-        None => Some(0),
-        Some(before) => before.checked_mul(stride)?.checked_add(row),
     }
 }
 

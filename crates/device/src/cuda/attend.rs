@@ -3,7 +3,7 @@
 //! Three ways share the work differently and give the same bits: see `kernels/attend.cu`.
 
 use super::Cuda;
-use super::launch::Arg;
+use super::launch::{Arg, MAX_BLOCKS_YZ};
 use super::memory::{Buffer, Ptr};
 use super::paged;
 use crate::error::DeviceError;
@@ -78,42 +78,11 @@ fn attend_by(
     let mut scratch = cuda.scratch();
     let partial = scratch.take::<f32>(rows * pieces * heads * dim)?;
     let seen = scratch.take::<u64>(rows * pieces * heads)?;
-    let (k, indices, keys) = match &args.selected {
-        Some(selected) => {
-            let indices = selected.indices.head(rows * selected.k);
-            (selected.k, indices, paged::slots(&selected.keys, map))
-        }
-        None => (0, Ptr::NULL, [0; 7]),
+    let (k, keys) = match &args.selected {
+        Some(selected) => (selected.k, paged::slots(&selected.keys, map)),
+        None => (0, [0; 7]),
     };
     let row_bytes = window.format.row_bytes(dim);
-    let mut slots = vec![
-        args.q.head(rows * heads * dim).slot(),
-        args.sink.head(heads).slot(),
-        out.head(rows * heads * dim).slot(),
-        map.sequence.head(rows).slot(),
-        map.window_from.head(rows).slot(),
-        map.window_to.head(rows).slot(),
-        map.fresh_from.head(map.sequences).slot(),
-        map.first_row.head(map.sequences).slot(),
-        map.slot.head(map.sequences).slot(),
-        indices.slot(),
-    ];
-    slots.extend(keys);
-    slots.extend([
-        window.ring.head(0).slot(),
-        window.fresh.head(0).slot(),
-        row_bytes as u64,
-        partial.slot(),
-        seen.slot(),
-        (args.scale * std::f32::consts::LOG2_E).slot(),
-        heads as u64,
-        dim as u64,
-        k as u64,
-        window.ring_len as u64,
-        paged::format_number(window.format).slot(),
-        paged::alignment(row_bytes).slot(),
-        pieces as u64,
-    ]);
     let is_exact = |format| matches!(format, RowFormat::F32 | RowFormat::Bf16);
     let exact = is_exact(window.format)
         || args.selected.as_ref().is_some_and(|selected| is_exact(selected.keys.format));
@@ -126,10 +95,45 @@ fn attend_by(
         (_, true) => "attend_16_exact",
     };
     let width = if shares == Shares::Heads64 { 64 } else { 16 };
-    let blocks = [heads.div_ceil(width), rows, pieces.max(1)];
-    cuda.launch(operation, kernel, blocks, THREADS, 0, &slots)?;
-    if split {
-        cuda.launch(operation, "attend_merge", [heads, rows, 1], THREADS, 0, &slots)?;
+    // As many rows as a grid has.
+    for first in (0..rows).step_by(MAX_BLOCKS_YZ) {
+        let count = MAX_BLOCKS_YZ.min(rows - first);
+        let indices = args.selected.as_ref().map_or(Ptr::NULL, |selected| {
+            selected.indices.range(first * selected.k, count * selected.k)
+        });
+        let mut slots = vec![
+            args.q.range(first * heads * dim, count * heads * dim).slot(),
+            args.sink.head(heads).slot(),
+            out.range(first * heads * dim, count * heads * dim).slot(),
+            map.sequence.range(first, count).slot(),
+            map.window_from.range(first, count).slot(),
+            map.window_to.range(first, count).slot(),
+            map.fresh_from.head(map.sequences).slot(),
+            map.first_row.head(map.sequences).slot(),
+            map.slot.head(map.sequences).slot(),
+            indices.slot(),
+        ];
+        slots.extend(keys);
+        slots.extend([
+            window.ring.head(0).slot(),
+            window.fresh.head(0).slot(),
+            row_bytes as u64,
+            partial.slot(),
+            seen.slot(),
+            (args.scale * std::f32::consts::LOG2_E).slot(),
+            heads as u64,
+            dim as u64,
+            k as u64,
+            window.ring_len as u64,
+            paged::format_number(window.format).slot(),
+            paged::alignment(row_bytes).slot(),
+            pieces as u64,
+        ]);
+        let blocks = [heads.div_ceil(width), count, pieces.max(1)];
+        cuda.launch(operation, kernel, blocks, THREADS, 0, &slots)?;
+        if split {
+            cuda.launch(operation, "attend_merge", [heads, count, 1], THREADS, 0, &slots)?;
+        }
     }
     Ok(())
 }
@@ -163,7 +167,7 @@ mod tests {
 
     #[test]
     fn all_shares_give_the_same_bits() {
-        let Ok(cuda) = Cuda::open(0) else { return };
+        let Some(cuda) = crate::cuda::test_gpu() else { return };
         for (heads, dim, k) in [(64, 512, 512), (64, 320, 100), (128, 512, 7)] {
             let (rows, window, ring_len) = (5usize, 128usize, 134usize);
             let (first, pages) = (600usize, 40usize);

@@ -80,8 +80,10 @@ impl Cuda {
         let function = self.kernels.get(operation, kernel)?;
         self.context.bind()?;
         let mut slots: [*mut c_void; 40] = [null_mut(); 40];
-        for (slot, arg) in slots.iter_mut().zip(args) {
-            *slot = std::ptr::from_ref(arg).cast_mut().cast();
+        // Pointers into the whole array: a kernel whose parameter is a struct reads on from the
+        // first.
+        for (i, slot) in slots.iter_mut().enumerate().take(args.len()) {
+            *slot = args.as_ptr().wrapping_add(i).cast_mut().cast();
         }
         let [x, y, z] = blocks.map(u32_of);
         // SAFETY: the callers pass what the kernel's parameters are; the driver reads them now.

@@ -96,3 +96,14 @@ impl Cuda {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
+
+/// The first GPU for tests; none on a machine without one.
+#[cfg(test)]
+pub(crate) fn test_gpu() -> Option<Cuda> {
+    use crate::error::DeviceError as E;
+    match Cuda::open(0) {
+        Ok(cuda) => Some(cuda),
+        Err(E::NoDriver | E::NoDevice { .. }) => None,
+        Err(error) => panic!("{error}"),
+    }
+}

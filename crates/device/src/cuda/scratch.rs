@@ -1,8 +1,7 @@
 //! Memory for intermediate results of an operation.
 //!
-//! One block, reserved when the device is opened and grown when an operation asks for more, which
-//! waits for the GPU: a warm-up with the largest step leaves nothing to grow. An operation holds the
-//! scratch until it has launched its last kernel; the stream's order keeps operations apart.
+//! One block, reserved when the device is opened. An operation on shapes larger than the released
+//! model's makes it grow, which waits for the GPU. An operation holds the scratch until it has launched its last kernel; the stream's order keeps operations apart.
 
 use super::context::Context;
 use super::memory::{Memory, Plain, Ptr, bytes_of};
@@ -10,8 +9,9 @@ use super::{Cuda, lock};
 use crate::ops::Result;
 use std::sync::{Arc, MutexGuard};
 
-/// Bytes reserved at the start.
-const FIRST: usize = 64 << 20;
+/// Bytes reserved at the start: more than any operation takes at the released sizes with chunks of
+/// 512 rows (split sums of a linear layer: 256 MiB).
+const FIRST: usize = 320 << 20;
 /// Alignment of every piece.
 const ALIGN: usize = 256;
 
@@ -65,7 +65,6 @@ impl ScratchGuard<'_> {
     }
 
     /// The same with these values.
-    #[allow(dead_code)] // For operations that take host arrays.
     pub(super) fn put<T: Plain>(&mut self, values: &[T]) -> Result<Ptr> {
         let ptr = self.take::<T>(values.len())?;
         self.cuda.upload_bytes(bytes_of(values), ptr)?;

@@ -1,7 +1,7 @@
 //! Choosing compressed rows.
 
 use super::Cuda;
-use super::launch::Arg;
+use super::launch::{Arg, MAX_BLOCKS_YZ};
 use super::memory::{Buffer, Ptr};
 use super::paged;
 use crate::error::DeviceError;
@@ -62,7 +62,7 @@ pub(super) fn select(
     let all = map.max_pages * keys.rows_per_page;
     let longest = if within.is_some() { block_count * block_size } else { all };
     let stride = longest.max(1).next_multiple_of(32);
-    let pass = (SCORES / stride).clamp(1, rows);
+    let pass = (SCORES / stride).clamp(1, rows.min(MAX_BLOCKS_YZ));
     let pass = if pass > GROUP { pass - pass % GROUP } else { pass };
     let maxima_stride = if publish.is_some() { stride.div_ceil(block_size) } else { 0 };
 

@@ -93,7 +93,8 @@ impl Staging {
     }
 
     /// Copies `rows` rows of `row_bytes` bytes, `from_stride` apart on the host, `to_stride` on the
-    /// device; what lies between them there becomes 0.
+    /// device; what lies between them there becomes 0, unless rows are longer than a segment: then it is
+    /// left alone.
     pub(super) fn upload_rows(
         &mut self,
         context: &Context,

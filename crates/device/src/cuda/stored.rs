@@ -4,7 +4,6 @@ use super::Cuda;
 use super::lock;
 use super::memory::{Memory, Ptr};
 use super::staging::{Pinned, pad_rows};
-use crate::error::DeviceError;
 use crate::formats::dequantize_matrix_row;
 use crate::ops::Result;
 use crate::tensor::{Expert, Format, StoredMatrix};
@@ -69,14 +68,6 @@ impl Matrix {
     }
 }
 
-/// Bytes from the first to the end of the last of `rows` rows.
-fn extent(rows: usize, stride: usize, row: usize) -> Option<usize> {
-    match rows.checked_sub(1) {
-        None => Some(0),
-        Some(before) => before.checked_mul(stride)?.checked_add(row),
-    }
-}
-
 /// The largest scale byte that products in registers can apply.
 fn largest_scale(format: Format) -> u8 {
     match format {
@@ -93,41 +84,20 @@ fn scale_shape(m: &StoredMatrix) -> (usize, usize) {
     m.format.scale_shape(m.rows + m.scale_row0, m.cols).unwrap_or((0, 0))
 }
 
-fn unsupported(m: &StoredMatrix, reason: String) -> DeviceError {
-    DeviceError::Unsupported {
-        device: "cuda",
-        format: format!("{:?}", m.format),
-        rows: m.rows,
-        cols: m.cols,
-        reason,
-    }
-}
-
-/// Refuses a matrix whose bytes do not cover its shape.
-pub(super) fn check_stored(m: &StoredMatrix) -> Result<()> {
-    let (scale_rows, groups) = scale_shape(m);
-    let values = extent(m.rows, m.row_stride, m.format.row_bytes(m.cols));
-    let scales = extent(scale_rows, m.scale_stride, groups);
-    let short = |have: usize, want: Option<usize>| want.is_none_or(|want| have < want);
-    if short(m.data.len(), values) || short(m.scale.len(), scales) {
-        let reason = format!(
-            "{} bytes of values (row stride {}) and {} of scales (row stride {}) do not cover it",
-            m.data.len(),
-            m.row_stride,
-            m.scale.len(),
-            m.scale_stride
-        );
-        return Err(unsupported(m, reason));
-    }
-    Ok(())
-}
-
 /// Whether a scale is too large for products in registers, or not a number.
 fn has_large_scale(m: &StoredMatrix) -> bool {
     let (scale_rows, groups) = scale_shape(m);
     let limit = largest_scale(m.format);
     let row = |r: usize| &m.scale[r * m.scale_stride..][..groups];
     (0..scale_rows).any(|r| row(r).iter().any(|byte| *byte > limit))
+}
+
+/// Whether products in registers would misread it: a scale that is too large or no number, or the
+/// fp8 code of NaN.
+fn needs_widening(m: &StoredMatrix) -> bool {
+    let fp8 = matches!(m.format, Format::Fp8Block32 | Format::Fp8Row32);
+    let is_nan = |row: &[u8]| row.iter().fold(false, |any, code| any | (code & 0x7F == 0x7F));
+    has_large_scale(m) || fp8 && (0..m.rows).any(|r| is_nan(m.row(r)))
 }
 
 /// The same weights as bf16. Exact, as every product of a code and a scale is a bf16 number.
@@ -142,15 +112,15 @@ fn widened(m: &StoredMatrix) -> StoredMatrix {
 }
 
 /// The experts of a layer in a form that the kernels read: as they are, or all as bf16 if the
-/// scales of one are too large (above 2 for fp4: weights above 8).
+/// scales of one are too large (above 2 for fp4: weights above 8) or one holds a NaN.
 ///
 /// # Errors
 /// If bytes do not cover a shape.
 pub(super) fn readable(experts: Vec<Expert<StoredMatrix>>) -> Result<Vec<Expert<StoredMatrix>>> {
     let mut large = false;
     for m in experts.iter().flat_map(|e| [&e.w1, &e.w3, &e.w2]) {
-        check_stored(m)?;
-        large |= has_large_scale(m);
+        m.check("cuda")?;
+        large |= needs_widening(m);
     }
     if !large {
         return Ok(experts);
@@ -167,13 +137,13 @@ impl Cuda {
     /// Copies a matrix to the device. Large tables of rows with scales of their own (n-gram memory)
     /// go to page-locked host memory; they serve lookups only.
     ///
-    /// A matrix with a scale too large for products in registers (above 2^7 for fp8, 2 for fp4) is
-    /// kept as bf16.
+    /// A matrix with a scale too large for products in registers (above 2^7 for fp8, 2 for fp4), or
+    /// with a NaN, is kept as bf16.
     ///
     /// # Errors
     /// If memory runs out, or the bytes do not cover the shape.
     pub(super) fn store(&self, m: &StoredMatrix) -> Result<Matrix> {
-        check_stored(m)?;
+        m.check("cuda")?;
         let row_bytes = m.format.row_bytes(m.cols);
         let (scale_rows, groups) = scale_shape(m);
         let row_stride = m.format.row_bytes(m.cols.next_multiple_of(SLAB));
@@ -197,7 +167,7 @@ impl Cuda {
             let (data, scale) = (values.ptr()?, scales.ptr()?);
             return Ok(place(data, scale, Owner::Host { _values: values, _scales: scales }));
         }
-        if has_large_scale(m) {
+        if needs_widening(m) {
             return self.store(&widened(m));
         }
         let values = Memory::zeroed(&self.context, "a weight", bytes)?;

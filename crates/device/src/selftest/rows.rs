@@ -4,6 +4,7 @@ use super::buffers::{act, guarded_act, input, output, output_act, part, read, re
 use super::{Operation, Output, Runner, Trouble};
 use crate::ops::Device;
 use crate::tensor::RowFormat;
+use half::bf16;
 use std::ops::Range;
 
 #[derive(Clone, Copy)]
@@ -40,10 +41,6 @@ impl Operation for Rows {
         format!("{:?} of {}", self.format, self.width)
     }
 
-    fn bound(&self) -> f64 {
-        0.0
-    }
-
     fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
         Ok(())
     }
@@ -73,6 +70,44 @@ impl Operation for Rows {
     }
 }
 
+/// Rows turned round, put back, and joined to themselves.
+struct Moved {
+    width: usize,
+    x: Vec<f32>,
+}
+
+impl Operation for Moved {
+    type Ready<D: Device> = ();
+
+    fn name(&self) -> &'static str {
+        "gather, scatter_rows, concat"
+    }
+
+    fn shape(&self) -> String {
+        format!("{} values", self.width)
+    }
+
+    fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
+        Ok(())
+    }
+
+    fn run<D: Device>(&self, device: &D, (): &(), rows: Range<usize>) -> Result<Output, Trouble> {
+        let (width, n) = (self.width, rows.len());
+        let x = act(device, part(&self.x, width, &rows))?;
+        let mut turned = output_act(device, n * width)?;
+        let mut back = output_act(device, n * width)?;
+        let mut out = output_act(device, 2 * n * width)?;
+        let order: Vec<u32> = (0..n as u32).rev().collect();
+        let places: Vec<u64> = order.iter().map(|i| u64::from(*i)).collect();
+        device.gather_rows(&x, width, &input(device, &order)?, n, &mut turned)?;
+        device.scatter_rows(&turned, width, &input(device, &places)?, n, &mut back)?;
+        device.concat(&x, width, &back, width, n, &mut out)?;
+        read_act(device, &turned)?;
+        read_act(device, &back)?;
+        Ok(Output::Exact(read_act(device, &out)?.iter().map(|x| x.to_bits()).collect()))
+    }
+}
+
 pub(super) fn run<D: Device>(runner: &mut Runner<'_, D>) {
     let shapes = [
         (RowFormat::Fp8x32, 512),
@@ -94,5 +129,11 @@ pub(super) fn run<D: Device>(runner: &mut Runner<'_, D>) {
             let stored = runner.random.stored_rows(most, width, format);
             runner.check(&Rows { kind, format, width, x, stored }, most);
         }
+    }
+    for width in [5120, 47] {
+        // Values that every device holds as they are.
+        let mut x = runner.random.values(most * width);
+        x.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        runner.check(&Moved { width, x }, most);
     }
 }

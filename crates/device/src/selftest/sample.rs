@@ -22,10 +22,6 @@ impl Operation for Sample {
         format!("{} tokens", self.vocab)
     }
 
-    fn bound(&self) -> f64 {
-        0.0
-    }
-
     fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
         Ok(())
     }
@@ -53,10 +49,6 @@ impl Operation for Process {
 
     fn shape(&self) -> String {
         format!("{} tokens", self.vocab)
-    }
-
-    fn bound(&self) -> f64 {
-        0.0
     }
 
     fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
