@@ -178,3 +178,21 @@ fn rejection_keeps_the_distribution() {
     let distance = (chi - freedom) / f64::sqrt(2.0 * freedom);
     assert!(distance < 4.0, "chi-square {chi} over {freedom}");
 }
+
+/// Timing steps at the start keeps to what a step has room for.
+#[test]
+fn small_steps_are_timed() {
+    for rows in [2, 3, 6, 7] {
+        let config = EngineConfig {
+            max_seqs: 1,
+            max_batch_tokens: rows,
+            prefill_chunk: rows,
+            draft: DraftMode::Auto,
+            ..small()
+        };
+        let params = SamplingParams { max_tokens: Some(3), ..SamplingParams::greedy() };
+        let request = Request::tokens(random_tokens(1, 9), params);
+        let completion = engine(&config).submit(request).expect("valid").wait().expect("served");
+        assert!(!completion.tokens.is_empty(), "{rows} rows");
+    }
+}

@@ -6,15 +6,19 @@ mod modes;
 
 use common::{FORMATS, all, bits, load, random_tokens, run_chunks};
 use deepinfer::cache::CacheFormat;
+use deepinfer::checkpoint::Source;
 use deepinfer::config::ModelConfig;
+use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
 use deepinfer::model::{Model, NoProbe};
 use deepinfer::plan::StepPlan;
+use deepinfer::request::{Request, RequestHandle, SamplingParams};
 use deepinfer::session::{GreedyDrafts, Session};
 use deepinfer::synth::{self, Options, Preset};
 use deepinfer_device::Device;
 use deepinfer_device::cpu::Cpu;
 use serde_json::{Value, json};
 use std::sync::Arc;
+use tempfile::TempDir;
 
 const TOKENS: usize = 70;
 /// Ordinary tokens of every vocabulary here.
@@ -30,6 +34,15 @@ struct Shape {
 
 /// A random model with the fields of `text` in place of the small preset's.
 fn shape(name: &'static str, text: Value) -> Shape {
+    let folder = folder(text);
+    let (cpu, model) = load(folder.path(), 2);
+    let text = &model.config.text_config;
+    let block = if text.num_nextn_predict_layers > 0 { text.dspark_block_size } else { 0 };
+    Shape { name, cpu, model, block }
+}
+
+/// A folder with its checkpoint.
+fn folder(text: Value) -> TempDir {
     let small = synth::plan(&Options::new(Preset::Tiny)).unwrap().config.to_json();
     let mut config: Value = serde_json::from_str(&small).unwrap();
     config["vision_config"] = json!({"num_hidden_layers": 0});
@@ -45,10 +58,7 @@ fn shape(name: &'static str, text: Value) -> Shape {
     let plan = synth::plan_for(config).unwrap();
     let folder = tempfile::tempdir().unwrap();
     synth::write_plan(folder.path(), &plan, 3, &mut |_, _| {}).unwrap();
-    let (cpu, model) = load(folder.path(), 2);
-    let text = &model.config.text_config;
-    let block = if text.num_nextn_predict_layers > 0 { text.dspark_block_size } else { 0 };
-    Shape { name, cpu, model, block }
+    folder
 }
 
 /// Groups of 3, pages of 129 tokens; two residual streams; nothing divides a block of 32.
@@ -259,4 +269,55 @@ fn drafting_depends_on_the_sequence_alone() {
             }
         }
     }
+}
+
+/// An engine on a decoder with a window of `window` and draft blocks of `block`.
+fn decoder_engine(window: usize, block: usize, config: EngineConfig) -> Engine {
+    let folder = folder(json!({
+        "num_hidden_layers": 3, "compress_ratios": [1, 1, 1, 0],
+        "kv_source_layer_ids": [0], "index_source_layer_ids": [0, 1],
+        "candidate_source_layer_id": -1, "engram_layer_ids": [0], "sliding_window": window,
+        "num_nextn_predict_layers": 1, "dspark_target_layer_ids": [0, 2],
+        "dspark_block_size": block,
+    }));
+    let config = EngineConfig { threads: Some(1), prefix_cache: PrefixCache::Off, ..config };
+    Engine::open(Source::directory(folder.path()), &config, &mut |_, _| {}).unwrap()
+}
+
+/// With a window of one nothing but a row itself is in its window, also where a fork starts.
+#[test]
+fn samples_fork_with_a_window_of_one() {
+    let config = EngineConfig { draft: DraftMode::Off, kv_tokens: 2048, ..Default::default() };
+    let engine = decoder_engine(1, 3, config);
+    let params = |n, sample| SamplingParams {
+        n,
+        sample,
+        seed: Some(5),
+        temperature: 1.0,
+        max_tokens: Some(6),
+        ignore_eos: true,
+        ..SamplingParams::default()
+    };
+    let run = |n, sample| {
+        let request = Request::tokens(random_tokens(3, 40, VOCAB), params(n, sample));
+        let handles = engine.submit_all(request).unwrap();
+        let ids = |h: RequestHandle| h.wait().unwrap().tokens.iter().map(|t| t.id).collect();
+        handles.into_iter().map(ids).collect::<Vec<Vec<u32>>>()
+    };
+    let together = run(3, 0);
+    for (sample, tokens) in together.iter().enumerate() {
+        assert_eq!(*tokens, run(1, sample as u32)[0], "sample {sample}");
+    }
+}
+
+/// Draft blocks that do not fit into a page beside a prompt are not timed; the engine starts.
+#[test]
+fn long_draft_blocks_start() {
+    let config =
+        EngineConfig { draft: DraftMode::Auto, max_seqs: 1, kv_tokens: 2048, ..Default::default() };
+    let engine = decoder_engine(9, 128, config);
+    let params =
+        SamplingParams { max_tokens: Some(4), ignore_eos: true, ..SamplingParams::greedy() };
+    let request = Request::tokens(random_tokens(3, 20, VOCAB), params);
+    assert_eq!(engine.submit(request).unwrap().wait().unwrap().tokens.len(), 4);
 }

@@ -203,6 +203,35 @@ fn check(device: &Clocked, overlap: bool) {
     assert!(beside <= 2.2 * alone, "the prompt took {beside:.1} s, alone {alone:.1} s");
 }
 
+/// Short requests that never stop coming do not keep a long prompt from its end.
+#[test]
+fn newcomers_do_not_stop_a_long_prompt() {
+    let device = Clocked {
+        clock: Arc::new(Mutex::new(0.0)),
+        step: 0.3,
+        decode_row: 0.001,
+        prompts: 0.0,
+        prompt_row: 0.001,
+        double: 400_000.0,
+        noise: 0.0,
+        random: 1,
+    };
+    for overlap in [false, true] {
+        let mut machine = Machine::new(device.clone(), overlap);
+        let running: Vec<RequestHandle> = (0..4).map(|_| machine.submit(50, 30_000)).collect();
+        let long = machine.submit(60_000, 1);
+        let mut turns = 0;
+        while tokens(&long) == 0 {
+            // It ends with its first token.
+            drop(machine.submit(16, 1));
+            machine.turn();
+            turns += 1;
+            assert!(turns < 3_000, "overlap {overlap}: the long prompt does not end");
+        }
+        assert!(running.iter().map(tokens).sum::<usize>() > turns, "decoding goes on");
+    }
+}
+
 #[test]
 fn nobody_starves() {
     let clock = Arc::new(Mutex::new(0.0));

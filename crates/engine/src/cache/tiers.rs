@@ -11,7 +11,7 @@ use super::Snapshot;
 use super::prefix::{Description, Key, PrefixIndex};
 use disk::Disk;
 use host::Host;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -57,7 +57,7 @@ pub struct Tiers {
     host: Option<Host>,
     disk: Option<Disk>,
     /// Entries on their way from the device.
-    expected: HashMap<Key, Description>,
+    expected: HashMap<Key, VecDeque<Description>>,
 }
 
 impl Tiers {
@@ -92,12 +92,17 @@ impl Tiers {
 
     /// Announces an entry that the device is about to save.
     pub fn expect(&mut self, description: Description) {
-        self.expected.insert(description.key, description);
+        self.expected.entry(description.key).or_default().push_back(description);
     }
 
     /// Takes in an entry that was announced. Returns whether it is kept.
     pub fn put(&mut self, key: Key, entry: Entry) -> bool {
-        let Some(description) = self.expected.remove(&key) else { return false };
+        let Some(waiting) = self.expected.get_mut(&key) else { return false };
+        let description = waiting.pop_front();
+        if waiting.is_empty() {
+            self.expected.remove(&key);
+        }
+        let Some(description) = description else { return false };
         if let Some(disk) = &mut self.disk {
             disk.put(description, entry.clone());
         }
@@ -137,5 +142,32 @@ impl Tiers {
         if let Some(disk) = &mut self.disk {
             disk.flush();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two states of one text are announced before the first is saved.
+    #[test]
+    fn saves_meet_their_own_descriptions() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut tiers = Tiers::disk(1 << 20, folder.path(), 1 << 20, b"model").expect("opens");
+        let key = [7; 16];
+        let description = |lowest| Description {
+            key,
+            parent: [0; 16],
+            tokens: Arc::from([1, 2]),
+            lowest: Some(lowest),
+            at_root: true,
+        };
+        let entry = || Entry::State(Arc::new(Snapshot::default()));
+        tiers.expect(description(9));
+        tiers.expect(description(4));
+        assert!(tiers.put(key, entry()));
+        assert!(matches!(tiers.get(&key), Stored::Coming), "another is on its way");
+        assert!(tiers.put(key, entry()));
+        assert!(!tiers.put(key, entry()), "it was not announced");
     }
 }

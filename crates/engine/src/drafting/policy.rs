@@ -105,7 +105,8 @@ impl Policy {
         }
     }
 
-    /// Notes the confidences of new drafts.
+    /// Notes the confidences of drafts whose round is over: those of drafts at hand must not decide
+    /// how many of them are verified.
     pub fn drafted(&mut self, confidences: &[f32]) {
         let Some(auto) = &mut self.auto else { return };
         let new = rates(confidences, &auto.calibration.correction);

@@ -39,6 +39,7 @@ impl StoredCosts {
     pub fn read(&self, first: f64) -> Option<CostCurve> {
         let bytes = std::fs::read(&self.path).ok()?;
         let Contents { time, curve } = serde_json::from_slice(&bytes).ok()?;
+        let curve = CostCurve::new(curve.steps, curve.drafts);
         let age = now().checked_sub(time)?;
         let ratio = curve.step(1) / first;
         let valid = curve.steps.iter().chain(&curve.drafts).all(|&(_, s)| s.is_finite() && s > 0.0);

@@ -72,9 +72,9 @@ impl Scheduler {
         self.metrics.drafts(drafted, verified, accepted);
         if let Some(told) = &sequence.confidences[1] {
             self.drafting.verified(told, verified, accepted);
-        }
-        if drafted > 0 {
-            self.drafting.drafted(&result.confidences);
+            if !told.is_empty() {
+                self.drafting.drafted(told);
+            }
         }
         sequence.confidences.rotate_left(1);
         sequence.confidences[1] = Some(result.confidences);

@@ -222,7 +222,8 @@ impl Scheduler {
             PrefillMode::Exact => {
                 let slack = if shape.prefix_cache { shape.backtracking } else { 1 };
                 let complete_from = stop.saturating_sub(slack).max(place.complete_from);
-                match complete_from.saturating_sub(shape.span - 1) {
+                // The row before the stop runs, whatever is complete already.
+                match complete_from.min(stop - 1).saturating_sub(shape.span - 1) {
                     needed if needed > place.base => (needed, needed, complete_from),
                     _ => (place.base, place.window_from, complete_from),
                 }

@@ -79,7 +79,9 @@ impl TimeShares {
     /// Whether a short prompt of `rows` rows that has just arrived may run although decoding is
     /// owed time.
     pub fn newcomer_may_run(&self, rows: usize) -> bool {
-        self.debt + INTEREST * self.prompt.of(rows) <= MOST_OWED
+        // A step that only decodes comes first where it is due: otherwise newcomers would put it
+        // off, and with it every long prompt.
+        self.mixed < DECODE_EVERY && self.debt + INTEREST * self.prompt.of(rows) <= MOST_OWED
     }
 
     /// Notes that a step was planned. Returns the debt that it was charged with.

@@ -28,6 +28,10 @@ impl<D: Device> ModelWorker<D> {
         stored: impl FnOnce(f64) -> Option<CostCurve>,
     ) -> Result<CostCurve> {
         let block = shape.drafts;
+        // Every sequence has one page.
+        if PROMPT + TIMES * (block + 1) > shape.page_tokens {
+            return Ok(CostCurve::default());
+        }
         let most = shape.max_seqs.min(shape.pages);
         let warm = self.measure_rows(1, block, 2)?;
         let first = self.measure_rows(1, block, TIMES)?;
@@ -97,16 +101,18 @@ impl<D: Device> ModelWorker<D> {
         Ok((middle(steps), middle(drafting)))
     }
 
-    /// Opens sequences of [`PROMPT`] tokens and runs all but the last of each.
+    /// Opens sequences of [`PROMPT`] tokens, or as many as a step has room for, and runs all but the last of each.
     fn open_all(&mut self, count: usize, token: &mut impl FnMut() -> u32) -> Result<()> {
         let params = Arc::new(SamplingParams { ignore_eos: true, ..SamplingParams::greedy() });
+        // A step may have fewer rows.
+        let prompt = PROMPT.min(self.rows + 1);
         let mut work = Work::default();
         for slot in 0..count as u32 {
-            let tokens: Vec<u32> = (0..PROMPT).map(|_| token()).collect();
+            let tokens: Vec<u32> = (0..prompt).map(|_| token()).collect();
             work.plan.sequences.push(PlanSequence {
                 slot,
                 pages: vec![slot],
-                tokens: tokens[..PROMPT - 1].to_vec(),
+                tokens: tokens[..prompt - 1].to_vec(),
                 ..PlanSequence::default()
             });
             let id = RequestId(u64::from(slot));
@@ -114,11 +120,11 @@ impl<D: Device> ModelWorker<D> {
             let params = params.clone();
             let (sample, grammar) = (0, None);
             let opening =
-                Opening { slot, params, seed: 0, sample, grammar, tokens, prompt_len: PROMPT };
+                Opening { slot, params, seed: 0, sample, grammar, tokens, prompt_len: prompt };
             work.before.push(Op::Open(Box::new(opening)));
         }
         // In pieces that a step has room for.
-        let room = (self.rows / (PROMPT - 1)).max(1);
+        let room = (self.rows / (prompt - 1)).max(1);
         while !work.sequences.is_empty() {
             let count = room.min(work.sequences.len());
             let mut part = Work { before: std::mem::take(&mut work.before), ..Work::default() };
