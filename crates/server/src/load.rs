@@ -150,16 +150,25 @@ impl Key {
         Ok(())
     }
 
-    /// Its requests that wait in the engine, of at most `limit`, or why there must not be one more.
-    fn queue(&self, limit: usize) -> Result<MutexGuard<'_, Vec<Weak<Reading>>>, ApiError> {
+    /// Its requests that wait in the engine, of at most `limit`, or why there must not be `more`.
+    fn queue(
+        &self,
+        limit: usize,
+        more: usize,
+    ) -> Result<MutexGuard<'_, Vec<Weak<Reading>>>, ApiError> {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let waits = |reading: &Weak<Reading>| {
             reading.upgrade().is_some_and(|reading| reading.admitted().is_none())
         };
         queue.retain(waits);
         let most = self.queue_share.map_or(limit, |part| (part * limit as f64).ceil() as usize);
-        if queue.len() >= most {
-            let message = format!("key {:?} has {most} requests waiting, its limit", self.name);
+        let waiting = queue.len();
+        if waiting.saturating_add(more) > most {
+            let message = format!(
+                "key {:?} may have {most} requests waiting, one for each answer; {waiting} wait, and \
+                 this request asks for {more}",
+                self.name
+            );
             return Err(ApiError::Busy { message, retry_after: Duration::from_secs(1) });
         }
         Ok(queue)
@@ -249,16 +258,17 @@ impl Ticket {
         Ok(Self { key, _open: open, ..Self::default() })
     }
 
-    /// Submits a job with a prompt of so many tokens, if its key may have one more waiting in the
-    /// queue of `limit` requests. There is a handle for each of its answers.
+    /// Submits a job with a prompt of so many tokens, if its key may have as many more waiting in
+    /// the queue of `limit` requests as there are `answers`. There is a handle for each of them.
     pub fn submit(
         &self,
         limit: usize,
         prompt: usize,
+        answers: usize,
         submit: impl FnOnce() -> Result<Vec<RequestHandle>, ApiError>,
     ) -> Result<Vec<RequestHandle>, ApiError> {
         let queue = match &self.key {
-            Some(key) if key.0.queue_share.is_some() => Some(key.0.queue(limit)?),
+            Some(key) if key.0.queue_share.is_some() => Some(key.0.queue(limit, answers)?),
             _ => None,
         };
         let handles = submit()?;

@@ -297,6 +297,8 @@ pub async fn count_tokens(
     Extension(call): Extension<Call>,
     body: Bytes,
 ) -> Result<Response<Body>, ApiError> {
+    // Counting is work too: limits of keys hold.
+    let _ticket = app.ticket(&call)?;
     let request = blocking(move || Messages::read(&app, call.owner(), &body, true)).await?;
     Ok(sse::json(&json!({"input_tokens": request.turn.job.prompt.len()})))
 }

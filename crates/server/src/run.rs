@@ -120,7 +120,7 @@ impl Run {
         request.priority = job.priority;
         let started = Instant::now();
         let limit = inference.info().queue_limit;
-        let handles = ticket.submit(limit, job.prompt.len(), || {
+        let handles = ticket.submit(limit, job.prompt.len(), job.params.n, || {
             inference.submit_all(request).map_err(ApiError::from)
         })?;
         let run = |handle| Self {

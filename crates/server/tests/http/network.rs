@@ -216,8 +216,14 @@ async fn keys_are_checked_and_limited() {
     let second = running.exchange(&request(CHAT, "x-api-key: good-key\r\n", &stream_body())).await;
     assert!(second.starts_with("HTTP/1.1 429") && second.contains("retry-after: 1"), "{second}");
     assert!(second.contains("alice") && !second.contains("good-key"), "{second}");
+    let count = chat(json!({})).to_string();
+    let count = request("/v1/messages/count_tokens", "x-api-key: good-key\r\n", &count);
+    let counted = running.exchange(&count).await;
+    assert!(counted.starts_with("HTTP/1.1 429"), "{counted}");
     drop(first);
     running.settle(0).await;
+    let counted = running.exchange(&count).await;
+    assert!(counted.starts_with("HTTP/1.1 200"), "{counted}");
     let third = running.send(&request(CHAT, headers, &stream_body())).await;
     running.settle(1).await;
     drop(third);

@@ -89,8 +89,9 @@ async fn collect(listener: TcpListener, sender: tokio::sync::mpsc::UnboundedSend
                 break;
             }
         }
-        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+        // Whoever has the answer may count on the bytes being there.
         let _ = sender.send(bytes);
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
     }
 }
 
@@ -219,6 +220,11 @@ async fn a_key_gets_its_share_of_the_queue() {
     let self_test = Some(SelfTest { prompt: vec![1], tokens: tokens("a") });
     let running = start_with(Config { keys, self_test, ..Config::default() }, script).await;
     let ask = |key: &str| request(CHAT, &format!("x-api-key: {key}\r\n"), &stream_body());
+    // Each answer of a request waits for itself.
+    let body = merge(serde_json::from_str(&stream_body()).expect("JSON"), json!({"n": 3}));
+    let three = request(CHAT, "x-api-key: a\r\n", &body.to_string());
+    let refused = running.exchange(&three).await;
+    assert!(refused.starts_with("HTTP/1.1 429") && refused.contains("asks for 3"), "{refused}");
     let mut waiting = Vec::new();
     for _ in 0..2 {
         let mut stream = running.send(&ask("a")).await;
