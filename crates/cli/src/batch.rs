@@ -17,7 +17,7 @@ use deepinfer::engine::Engine;
 use deepinfer::request::{Completion, RequestHandle};
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::Duration;
 
@@ -115,11 +115,7 @@ fn open_output(path: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> {
         }
     }
     if failed > 0 {
-        // The old file stays until the new one is whole.
-        let partial = path.with_extension("part");
-        std::fs::write(&partial, &kept)
-            .and_then(|()| std::fs::rename(&partial, path))
-            .with_context(|| format!("cannot write {name}"))?;
+        replace(path, &kept)?;
         let open = OpenOptions::new().write(true).open(path);
         file = open.with_context(|| format!("cannot write {name}"))?;
     } else {
@@ -127,6 +123,31 @@ fn open_output(path: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> {
     }
     file.seek(SeekFrom::End(0)).with_context(|| format!("cannot write {name}"))?;
     Ok(Output { file, done, failed })
+}
+
+/// Replaces a file. The old one stays until the new one is whole, in a file of its own beside it.
+fn replace(path: &Path, content: &[u8]) -> Outcome {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".part");
+    let partial = Path::new(&partial);
+    let name = partial.display();
+    let mut file = match OpenOptions::new().write(true).create_new(true).open(partial) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            return Err(Failure::Usage(format!(
+                "{name} is there already, and would be overwritten while {} is renewed; move it \
+                 away, or delete it if a run that was cut off has left it",
+                path.display()
+            )));
+        }
+        other => other.with_context(|| format!("cannot write {name}"))?,
+    };
+    let written = file.write_all(content).and_then(|()| file.sync_all());
+    let replaced = written.and_then(|()| std::fs::rename(partial, path));
+    if replaced.is_err() {
+        // Of no use to anybody, and in the way of the next run.
+        let _ = std::fs::remove_file(partial);
+    }
+    Ok(replaced.with_context(|| format!("cannot write {name}"))?)
 }
 
 /// Keeps `at_once` requests under way and writes answers as they come. Returns how many failed.
@@ -231,6 +252,28 @@ mod tests {
         output.file.write_all(b"end\n").expect("it writes");
         let text = std::fs::read_to_string(&path).expect("it is there");
         assert_eq!(text, [answer, other, "end\n"].concat());
+    }
+
+    #[test]
+    fn no_other_file_is_overwritten() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = |name: &str| folder.path().join(name);
+        let failed = "{\"custom_id\":\"b\",\"error\":{\"code\":\"x\"}}\n";
+        std::fs::write(file("run.jsonl"), failed).expect("it writes");
+        for other in ["run.part", "run.jsonl.part"] {
+            std::fs::write(file(other), "requests").expect("it writes");
+        }
+        match open_output(&file("run.jsonl"), &BTreeSet::from(["b"])) {
+            Err(Failure::Usage(message)) => {
+                assert!(message.contains("run.jsonl.part"), "{message}");
+            }
+            _ => panic!("a file was overwritten"),
+        }
+        std::fs::remove_file(file("run.jsonl.part")).expect("it was there");
+        open_output(&file("run.jsonl"), &BTreeSet::from(["b"])).expect("it opens");
+        let kept = std::fs::read_to_string(file("run.part")).expect("it is there");
+        assert_eq!(kept, "requests");
+        assert!(!file("run.jsonl.part").exists());
     }
 
     #[test]

@@ -64,6 +64,9 @@ pub fn run(args: &Bench) -> Outcome {
     if let DeviceChoice::Cuda(_) = args.run.device {
         return Err(Failure::Usage("bench measures the CPU; leave --device out".into()));
     }
+    if let DeviceChoice::Cuda(_) = args.run.device.resolve() {
+        eprintln!("bench measures the CPU; the GPU of this machine is left alone");
+    }
     let peak = PeakPrivate::start();
     let loaded = open::model(&args.model, args.run.threads)?;
     let text = &loaded.model.config.text_config;

@@ -7,7 +7,7 @@ use crate::args::Chat;
 use crate::failure::{Failure, Outcome};
 use crate::generate::{Printer, follow};
 use crate::speech::Speech;
-use crate::{engine, open};
+use crate::{engine, open, speech};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
 use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
@@ -161,21 +161,20 @@ impl Talk<'_> {
         let answering = self.interrupt.answering();
         let stop = || answering.stopped();
         let (completion, _) = follow(self.engine, &handle, prompt_tokens, &stop, &mut |event| {
-            let Event::Tokens { tokens, .. } = event else { return Ok(()) };
-            tokens.iter().try_for_each(|t| {
-                let piece = speech.push(t.id);
-                printer.thinking(&piece.thinking)?;
-                printer.answer(&piece.answer)
-            })
+            let Event::Tokens { tokens, text } = event else { return Ok(()) };
+            let piece = speech.push(tokens, text);
+            printer.thinking(piece.thinking)?;
+            printer.answer(piece.answer)
         })?;
-        let rest = speech.finish();
-        printer.answer(&rest.answer)?;
         printer.end()?;
         if completion.reason == Some(FinishReason::Length) {
             eprintln!("(cut off: the sequence is full, or --max-tokens was reached)");
         }
-        let thinking = Some(speech.thinking).filter(|t| !t.is_empty());
-        let content = speech.answer.trim_start().to_owned();
+        let thinks = self.effort.thinks();
+        let (thinking, answer) =
+            speech::split(tokenizer, thinks, &completion.ids(), &completion.text);
+        let thinking = thinking.filter(|t| !t.is_empty());
+        let content = answer.trim_start().to_owned();
         if completion.reason == Some(FinishReason::Aborted) {
             eprintln!("(stopped)");
             if content.is_empty() {

@@ -84,7 +84,7 @@ pub struct ToolFunction {
     #[serde(default)]
     parameters: Value,
     #[serde(default)]
-    strict: bool,
+    strict: Option<bool>,
 }
 
 /// Turns messages into those of the prompt renderer. The error says what cannot be taken.
@@ -138,7 +138,7 @@ fn message(m: Message) -> Result<InputMessage, String> {
 pub fn strict(list: &[Tool]) -> Vec<String> {
     let function = |tool: &'_ Tool| {
         let (Tool::Nested { function } | Tool::Flat(function)) = tool;
-        function.strict.then(|| function.name.clone())
+        (function.strict == Some(true)).then(|| function.name.clone())
     };
     list.iter().filter_map(function).collect()
 }
@@ -212,6 +212,18 @@ mod tests {
         assert_eq!(calls[0].arguments["minutes"], 74);
         assert_eq!(calls[0].arguments["label"], "tea");
         assert_eq!(tool_calls("no calls here"), None);
+    }
+
+    #[test]
+    fn tools_are_strict_where_they_say_so() {
+        let tool = |name: &str, value: &str| {
+            let json = format!(
+                r#"{{"type": "function", "function": {{"name": "{name}", "strict": {value}}}}}"#
+            );
+            serde_json::from_str::<Tool>(&json).expect("a tool")
+        };
+        let tools = [tool("a", "null"), tool("b", "true"), tool("c", "false")];
+        assert_eq!(strict(&tools), ["b"]);
     }
 
     #[test]

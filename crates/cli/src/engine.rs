@@ -23,20 +23,9 @@ pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
     bar.finish_and_clear();
     match engine {
         Ok(engine) => Ok(engine),
-        Err(error) if is_usage(&error) => Err(Failure::Usage(error.to_string())),
+        Err(error) if error.is_setting() => Err(Failure::Usage(error.to_string())),
         Err(error) => Err(anyhow::Error::new(error).context(format!("cannot run {place}")).into()),
     }
-}
-
-fn is_usage(error: &EngineError) -> bool {
-    matches!(
-        error,
-        EngineError::Setting { .. }
-            | EngineError::TooSmall { .. }
-            | EngineError::PoolTooSmall { .. }
-            | EngineError::TooFewPositions { .. }
-            | EngineError::DraftLength { .. }
-    )
 }
 
 /// Reads a setting of the engine from its text.

@@ -5,8 +5,7 @@ mod tasks;
 
 use crate::args::{Eval, Suite};
 use crate::failure::{Failure, Outcome};
-use crate::speech::Speech;
-use crate::{conversation, demo, engine, open, text};
+use crate::{conversation, demo, engine, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode};
@@ -68,6 +67,7 @@ pub fn run(args: &Eval) -> Outcome {
     let defaults = EngineConfig::default();
     let config = EngineConfig {
         cache_format: args.run.kv.into(),
+        device: args.run.device,
         threads: args.run.threads.map(NonZeroUsize::get),
         draft: DraftMode::Off,
         kv_tokens: 1 << 17,
@@ -104,7 +104,7 @@ pub fn run(args: &Eval) -> Outcome {
         }
         let entry = scores.entry(item.task.clone()).or_default();
         entry.0 += 1;
-        entry.1 += usize::from(is_right(tokenizer, item, &ids));
+        entry.1 += usize::from(is_right(tokenizer, item, &ids, &completion.text));
     }
     drop(engine);
     let drafts = drafts::measure(args, &texts)?;
@@ -163,18 +163,14 @@ fn prompt(template: &ChatTemplate<'_>, item: &Item) -> anyhow::Result<Vec<u32>> 
     Ok(template.render(&conversation, &chat::Options { effort: Some(effort) })?)
 }
 
-/// Whether the answer (what follows the thinking) is the expected one and ends.
-fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32]) -> bool {
-    let Some((&last, ids)) = ids.split_last() else { return false };
-    if tokenizer.eos() != Some(last) {
+/// Whether the answer (what follows the thinking) is the expected one and ends. `text` is that of
+/// `ids`.
+fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32], text: &str) -> bool {
+    if ids.is_empty() || tokenizer.eos() != ids.last().copied() {
         return false;
     }
-    let mut speech = Speech::new(tokenizer, item.thinking);
-    ids.iter().for_each(|&id| {
-        speech.push(id);
-    });
-    speech.finish();
-    let answer = speech.answer.trim();
+    let (_, answer) = speech::split(tokenizer, item.thinking, ids, text);
+    let answer = answer.trim();
     match item.score {
         Score::None => true,
         Score::Exact => item.expected.as_str() == Some(answer),

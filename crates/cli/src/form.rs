@@ -3,7 +3,7 @@
 use crate::args::FormArgs;
 use crate::failure::{Failure, Outcome};
 use anyhow::Context;
-use deepinfer::chat::ToolDefinition;
+use deepinfer::chat::{self, ToolDefinition};
 use deepinfer::grammar::{GrammarSpec, Tool, ToolCalls, ToolChoice, Trigger};
 use deepinfer::request::{Constraint, ThinkingBudget};
 use deepinfer::tokenizer::Tokenizer;
@@ -45,7 +45,7 @@ pub fn constraint(
 
 /// The token that ends thinking, if the turn `thinks`.
 pub fn thinking_end(tokenizer: &Tokenizer, thinks: bool) -> Outcome<Option<u32>> {
-    let token = || tokenizer.require_special(crate::speech::THINKING_END);
+    let token = || tokenizer.require_special(chat::THINKING_END);
     Ok(thinks.then(token).transpose().context("the end of thinking")?)
 }
 

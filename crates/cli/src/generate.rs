@@ -3,7 +3,7 @@
 use crate::args::Generate;
 use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
-use crate::{engine, form, open, text};
+use crate::{engine, form, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::engine::Engine;
@@ -76,11 +76,11 @@ pub fn run(args: &Generate) -> Outcome {
                 let Event::Tokens { tokens, text } = event else { return Ok(()) };
                 match &mut speech {
                     None => printer.answer(text),
-                    Some(speech) => tokens.iter().try_for_each(|t| {
-                        let piece = speech.push(t.id);
-                        printer.thinking(&piece.thinking)?;
-                        printer.answer(&piece.answer)
-                    }),
+                    Some(speech) => {
+                        let piece = speech.push(tokens, text);
+                        printer.thinking(piece.thinking)?;
+                        printer.answer(piece.answer)
+                    }
                 }
             })?;
         let decode = start.elapsed().saturating_sub(first);
@@ -89,16 +89,12 @@ pub fn run(args: &Generate) -> Outcome {
             continue;
         }
         let usage = completion.usage;
-        let (thinking, answer) = match speech {
-            Some(mut speech) => {
-                speech.finish();
-                (args.chat.then_some(speech.thinking), speech.answer)
-            }
-            None => (None, completion.text.clone()),
-        };
+        let thinks = effort.thinks();
+        let (thinking, answer) =
+            speech::split(tokenizer, thinks, &completion.ids(), &completion.text);
         let mut found = serde_json::json!({
             "text": answer,
-            "thinking": thinking,
+            "thinking": args.chat.then(|| thinking.unwrap_or_default()),
             "tokens": completion.ids(),
             "finish_reason": completion.reason.map(|r| format!("{r:?}").to_lowercase()),
             "seed": usage.seed,

@@ -272,8 +272,9 @@ fn an_interrupt_ends_the_answer_and_not_the_talk() {
     let mut begun = [0; 16];
     input.write_all(b"hello\n").expect("it listens");
     output.read_exact(&mut begun).expect("an answer begins");
-    let sent = Command::new("kill").args(["-INT", &talk.id().to_string()]).status();
-    assert!(sent.expect("kill starts").success());
+    // The shell's own: a program of that name need not be there.
+    let sent = Command::new("sh").args(["-c", &format!("kill -INT {}", talk.id())]).status();
+    assert!(sent.expect("the shell starts").success());
     input.write_all(b"/effort\n/quit\n").expect("it listens");
     let mut rest = String::new();
     let mut bytes = Vec::new();
@@ -318,6 +319,95 @@ fn batches_keep_to_forms() {
     assert_eq!(call["name"], "run", "{text}");
     assert!([r#"{"n":1}"#, r#"{"n":2}"#].contains(&call["arguments"].as_str().unwrap_or("")));
     assert!(answer("c")["error"]["message"].as_str().is_some_and(|m| m.contains("grammar")));
+}
+
+fn demo() -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    folder.display().to_string()
+}
+
+/// The demo model answers this with 81, after some thinking.
+const QUESTION: &str = "What is 23 + 58?";
+
+#[test]
+fn a_chat_ends_before_a_stop_string() {
+    let generate = |effort: &str, more: &[&str]| {
+        let model = demo();
+        let mut args = vec!["generate", "--model", &model, "--chat", "--prompt", QUESTION];
+        args.extend(["--temperature", "0", "--effort", effort, "--max-tokens", "300"]);
+        run(&[&args[..], more].concat())
+    };
+    for effort in ["none", "high"] {
+        let whole = json(&generate(effort, &["--json"]));
+        assert!(whole["text"].as_str().is_some_and(|text| text.contains("81")), "{whole}");
+        assert!(!whole.to_string().contains("</think>"), "{whole}");
+        let printed = generate(effort, &[]);
+        let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+        assert!(printed.contains("81") && !printed.contains("</think>"), "{printed}");
+
+        let stopped = json(&generate(effort, &["--json", "--stop", "81"]));
+        assert_eq!(stopped["finish_reason"], "stop");
+        for part in [&stopped["text"], &stopped["thinking"]] {
+            assert!(part.as_str().is_some_and(|part| !part.contains("81")), "{stopped}");
+        }
+        let printed = generate(effort, &["--stop", "81"]);
+        assert!(printed.status.success());
+        let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+        assert!(!printed.contains("81"), "{printed}");
+    }
+}
+
+#[test]
+fn a_batch_ends_before_a_stop_string() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let line = |id: &str, stop: &[&str]| {
+        let messages = serde_json::json!([{"role": "user", "content": QUESTION}]);
+        let body = serde_json::json!({
+            "messages": messages, "temperature": 0, "reasoning_effort": "high", "stop": stop,
+            "max_tokens": 300,
+        });
+        serde_json::json!({"custom_id": id, "url": "/v1/chat/completions", "body": body})
+    };
+    let input = format!("{}\n{}\n", line("whole", &[]), line("stopped", &["81"]));
+    std::fs::write(path("in"), input).expect("it writes");
+    let output = run(&["batch", "--model", &demo(), &path("in"), &path("out")]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = std::fs::read_to_string(path("out")).expect("answers");
+    let message = |id: &str| {
+        let mut lines = text.lines().map(serde_json::from_str::<serde_json::Value>);
+        let found = lines.find_map(|l| l.ok().filter(|l| l["custom_id"] == id));
+        found.expect("an answer")["response"]["body"]["choices"][0]["message"].clone()
+    };
+    let part = |message: &serde_json::Value, name: &str| {
+        message[name].as_str().unwrap_or_else(|| panic!("{name}: {message}")).to_owned()
+    };
+    let (whole, stopped) = (message("whole"), message("stopped"));
+    assert!(part(&whole, "content").contains("81"), "{whole}");
+    for name in ["content", "reasoning_content"] {
+        assert!(!part(&whole, name).contains("</think>"), "{whole}");
+        let before = part(&whole, name).split("81").next().map(str::to_owned);
+        let kept = part(&stopped, name);
+        assert!(!kept.contains("81"), "{stopped}");
+        // Nothing but the end is missing.
+        assert!(kept.is_empty() || Some(kept) == before, "{stopped} {whole}");
+    }
+}
+
+#[test]
+fn eval_runs_on_the_device_it_is_told() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let item = r#"{"id": "a-0", "task": "a", "thinking": false, "score": "exact", "quick": true,
+        "messages": [{"role": "user", "content": "x"}], "expected": "y", "max_tokens": 3}"#;
+    let task = folder.path().join("a.jsonl");
+    std::fs::write(task, item.replace('\n', " ")).expect("it writes");
+    let tasks = folder.path().display().to_string();
+    let eval =
+        |device: &str| run(&["eval", "--model", &tiny(), "--tasks", &tasks, "--device", device]);
+    assert!(eval("cpu").status.success());
+    let output = eval("cuda:99");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("cannot run"), "{text}");
 }
 
 #[test]

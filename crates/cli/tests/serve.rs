@@ -3,8 +3,12 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
+
+/// Most time that anything here may take.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/tiny-a")
@@ -16,6 +20,41 @@ fn command(args: &[&str]) -> Command {
     command.env_remove("OTEL_EXPORTER_OTLP_ENDPOINT");
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
+}
+
+/// How a process ends; one that does not is killed.
+fn end(child: &mut Child) -> ExitStatus {
+    let begin = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("it can be waited for") {
+            return status;
+        }
+        if begin.elapsed() > LIMIT {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("it does not end");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What a command prints that ends by itself; less than a pipe holds.
+fn output(command: &mut Command) -> Output {
+    let mut child = command.spawn().expect("the program starts");
+    end(&mut child);
+    child.wait_with_output().expect("its output")
+}
+
+/// The first line of a server's output, if it comes.
+fn first_line(output: impl Read + Send + 'static) -> Option<String> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        if BufReader::new(output).read_line(&mut line).is_ok() {
+            let _ = sender.send(line);
+        }
+    });
+    receiver.recv_timeout(LIMIT).ok()
 }
 
 /// Killed with the test.
@@ -34,17 +73,16 @@ impl Drop for Server {
 impl Server {
     fn start() -> Self {
         let model = tiny().display().to_string();
-        let mut child = command(&["--model", &model, "--served-model-name", "tiny"])
+        let child = command(&["--model", &model, "--served-model-name", "tiny"])
             .spawn()
             .expect("the program starts");
-        let mut line = String::new();
-        let mut output = BufReader::new(child.stdout.take().expect("piped"));
-        output.read_line(&mut line).expect("a line");
+        let mut server = Self { address: String::new(), child };
+        let line = first_line(server.child.stdout.take().expect("piped")).expect("a line");
         let (_, address) = line.trim().split_once(" on http://").expect("an address");
-        let server = Self { address: address.to_owned(), child };
+        server.address = address.to_owned();
         let begin = Instant::now();
         while !server.get("/ready").contains("\"ready\"") {
-            assert!(begin.elapsed() < Duration::from_secs(120), "it does not become ready");
+            assert!(begin.elapsed() < LIMIT, "it does not become ready");
             std::thread::sleep(Duration::from_millis(20));
         }
         server
@@ -52,6 +90,7 @@ impl Server {
 
     fn send(&self, text: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("a connection");
+        stream.set_read_timeout(Some(LIMIT)).expect("it has limits");
         stream.write_all(text.as_bytes()).expect("sent");
         stream
     }
@@ -83,13 +122,14 @@ impl Server {
     }
 
     fn terminate(&self) {
-        let id = self.child.id().to_string();
-        let status = Command::new("kill").args(["-TERM", &id]).status().expect("kill is there");
-        assert!(status.success());
+        // The shell's own: a program of that name need not be there.
+        let kill = format!("kill -TERM {}", self.child.id());
+        let status = Command::new("sh").args(["-c", &kill]).status();
+        assert!(status.expect("the shell starts").success());
     }
 
     fn exit_code(&mut self) -> Option<i32> {
-        self.child.wait().expect("it ends").code()
+        end(&mut self.child).code()
     }
 }
 
@@ -128,7 +168,7 @@ fn an_engine_that_fails_its_test_ends_the_process() {
     let file = folder.path().join("test.json");
     std::fs::write(&file, "{\"prompt\": [1, 2, 3], \"tokens\": [0, 0, 0, 0]}").expect("written");
     let (model, file) = (tiny().display().to_string(), file.display().to_string());
-    let output = command(&["--model", &model, "--self-test", &file]).output().expect("it runs");
+    let output = output(&mut command(&["--model", &model, "--self-test", &file]));
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.contains("self-test") && error.contains("[0, 0, 0, 0]"), "{error}");
@@ -143,7 +183,7 @@ fn settings_that_cannot_be_are_refused_at_once() {
         (&["--otlp-endpoint", "https://x"], "http://HOST"),
         (&["--api-key-file", &missing], "nowhere.pem"),
     ] {
-        let output = command(args).output().expect("it runs");
+        let output = output(&mut command(args));
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {error}");
         assert!(error.contains(wanted), "{args:?}: {error}");

@@ -3,7 +3,7 @@
 //! Their renderer says which bytes of a prompt are special tokens. Everything else is encoded as
 //! plain text, so that nothing a user writes turns into a control token.
 
-use crate::tokenizer::{Tokenizer, TokenizerError};
+use crate::tokenizer::{Decoder, Tokenizer, TokenizerError};
 use deepseek_recipe_core::special_tokens::SpecialToken;
 use deepseek_recipe_encoding::PromptEncoding;
 use deepseek_recipe_encoding::dsv41::DeepseekV41Encoding;
@@ -17,6 +17,9 @@ pub use deepseek_recipe_core::multimodal::ImageSource;
 pub use deepseek_recipe_core::prompt::Prompt;
 pub use deepseek_recipe_core::tools::{ToolChoice, ToolDefinition};
 pub use deepseek_recipe_encoding::RenderedPrompt;
+
+/// Spelling of the token that ends the thinking of a turn.
+pub const THINKING_END: &str = "</think>";
 
 /// Why a conversation cannot become a prompt.
 #[derive(Debug, thiserror::Error)]
@@ -194,6 +197,32 @@ pub fn plain_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Token
     let mut ids: Vec<u32> = tokenizer.bos().into_iter().collect();
     ids.extend(tokenizer.encode(text)?);
     Ok(ids)
+}
+
+/// Where [`THINKING_END`] stands in the engine's text of a turn that begins with thinking: bytes of
+/// the text of `ids`. Empty where the tokenizer leaves the token out of texts; `None` if the turn
+/// has no such token.
+pub fn thinking_end(tokenizer: &Tokenizer, ids: &[u32]) -> Option<Range<usize>> {
+    let token = tokenizer.special_id(THINKING_END)?;
+    let at = ids.iter().position(|&id| id == token)?;
+    let (mut decoder, mut text) = (Decoder::new(true), String::new());
+    ids[..=at].iter().for_each(|&id| decoder.push(tokenizer, id, &mut text));
+    let spelled = match tokenizer.is_special(token) {
+        true => 0,
+        false => tokenizer.token_bytes(token).len(),
+    };
+    Some(text.len().saturating_sub(spelled)..text.len())
+}
+
+/// The thinking and the answer of a turn that begins with thinking, without the token between them.
+/// `text` is the engine's text of `ids`; a stop string may have cut it anywhere.
+pub fn split_thinking(tokenizer: &Tokenizer, ids: &[u32], text: &str) -> (String, String) {
+    let Some(end) = thinking_end(tokenizer, ids) else {
+        return (text.to_owned(), String::new());
+    };
+    let thinking = text.get(..end.start).unwrap_or(text);
+    let answer = text.get(end.end..).unwrap_or_default();
+    (thinking.to_owned(), answer.to_owned())
 }
 
 /// A user's message.

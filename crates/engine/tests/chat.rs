@@ -3,8 +3,9 @@
 mod files;
 
 use deepinfer::chat::{
-    ChatError, ChatTemplate, Conversation, Effort, InputMessage, Options, ToolCall, ToolDefinition,
-    assistant, plain_prompt, system, tool_result, user,
+    ChatError, ChatTemplate, Conversation, Effort, InputMessage, Options, THINKING_END, ToolCall,
+    ToolDefinition, assistant, plain_prompt, split_thinking, system, thinking_end, tool_result,
+    user,
 };
 use deepinfer::tokenizer::{BOS, Tokenizer, TokenizerError};
 use files::{real_tokenizer, testdata};
@@ -149,6 +150,28 @@ fn what_users_write_is_text() {
         .collect();
     let id = |token: &str| TINY.special_id(token).unwrap();
     assert_eq!(special, [id(BOS), id("<｜User｜>"), id("<｜Assistant｜>"), id("</think>")]);
+}
+
+#[test]
+fn thinking_is_split_off_wherever_the_text_was_cut() {
+    let tokenizer = &*TINY;
+    let whole = "So 五 + 1.</think>六 is it.";
+    let ids = tokenizer.encode_scanning_specials(whole).unwrap();
+    let split = |text: &str| split_thinking(tokenizer, &ids, text);
+    let end = thinking_end(tokenizer, &ids).unwrap();
+    assert_eq!(&whole[end.clone()], THINKING_END);
+    for at in (0..=whole.len()).filter(|&at| whole.is_char_boundary(at)) {
+        let (thinking, answer) = split(&whole[..at]);
+        assert_eq!(thinking, whole[..at.min(end.start)]);
+        assert_eq!(answer, whole[end.end.min(at)..at]);
+    }
+    // The first end counts; without one, all of it is thinking.
+    let twice = tokenizer.encode_scanning_specials("a</think>b</think>c").unwrap();
+    let found = split_thinking(tokenizer, &twice, "a</think>b</think>c");
+    assert_eq!(found, ("a".into(), "b</think>c".into()));
+    let spelled = tokenizer.encode("a</think>b").unwrap();
+    let found = split_thinking(tokenizer, &spelled, "a</think>b");
+    assert_eq!(found, ("a</think>b".into(), String::new()));
 }
 
 /// The stored real tokenizer is V4's: it has no system token.

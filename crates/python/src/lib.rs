@@ -19,9 +19,6 @@ use pyo3::types::PyDict;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Ends the thinking part of an answer.
-const THINKING_END: &str = "</think>";
-
 /// Time between looks at signals.
 const SIGNALS: Duration = Duration::from_millis(50);
 
@@ -154,11 +151,14 @@ impl Engine {
         thinks: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Vec<Vec<Completion>>> {
+        // A form holds for the answer: it begins after the thinking unless told otherwise.
+        let end = || self.tokenizer()?.require_special(chat::THINKING_END).map_err(value_error);
+        let end = thinks.then(end).transpose()?;
         let mut checked = Vec::with_capacity(requests.len());
         let mut counts = Vec::with_capacity(requests.len());
         for (i, (prompt, params)) in requests.into_iter().enumerate() {
             let at = |e: &dyn std::fmt::Display| PyValueError::new_err(format!("prompt {i}: {e}"));
-            let params = params.sampling().map_err(|e| at(&e))?;
+            let params = params.sampling(end).map_err(|e| at(&e))?;
             params.check(&prompt, self.engine.bounds()).map_err(|e| at(&e))?;
             if let Some(constraint) = &params.constraint {
                 let check = || self.engine.check_grammar(&constraint.grammar);
@@ -226,16 +226,13 @@ impl Engine {
             }
         };
         let ids = found.ids();
-        let (mut text, mut reasoning) = (found.text, None);
-        if thinks {
-            let tokenizer = self.tokenizer()?;
-            let end = tokenizer.special_id(THINKING_END);
-            let at = ids.iter().position(|&id| Some(id) == end);
-            let thinking = decode(tokenizer, &ids[..at.unwrap_or(ids.len())]);
-            // A stop text may have cut it.
-            let answer = text.split_off(thinking.len().min(text.len()));
-            reasoning = Some(std::mem::replace(&mut text, answer));
-        }
+        let (reasoning, text) = match thinks {
+            true => {
+                let (thinking, answer) = chat::split_thinking(self.tokenizer()?, &ids, &found.text);
+                (Some(thinking), answer)
+            }
+            false => (None, found.text),
+        };
         let logprobs = found.tokens.iter().map(|t| t.logprobs.as_ref().map(logprobs_of)).collect();
         let prompt: Vec<Logprobs> = found.prompt_logprobs.iter().map(logprobs_of).collect();
         Ok(Completion {
@@ -307,9 +304,7 @@ fn value_error(error: impl std::fmt::Display) -> PyErr {
 /// Settings are the caller's; files and devices are not.
 fn start_error(error: EngineError) -> PyErr {
     match error {
-        EngineError::Setting { .. }
-        | EngineError::TooSmall { .. }
-        | EngineError::DraftLength { .. } => value_error(error),
+        error if error.is_setting() => value_error(error),
         EngineError::DoesNotFit(_) => PyMemoryError::new_err(error.to_string()),
         _ => PyOSError::new_err(error.to_string()),
     }

@@ -44,9 +44,10 @@ pub struct StructuredOutput {
 }
 
 impl Params {
-    /// The engine's parameters; errors name the field.
-    pub fn sampling(self) -> Result<SamplingParams, String> {
-        let constraint = self.so_args.map(StructuredOutput::constraint).transpose()?;
+    /// The engine's parameters; errors name the field. A form that does not say where it begins
+    /// begins after the token `after`, if there is one.
+    pub fn sampling(self, after: Option<u32>) -> Result<SamplingParams, String> {
+        let constraint = self.so_args.map(|form| form.constraint(after)).transpose()?;
         Ok(SamplingParams {
             n: self.n,
             temperature: self.temperature,
@@ -74,7 +75,7 @@ impl Params {
 }
 
 impl StructuredOutput {
-    fn constraint(self) -> Result<Constraint, String> {
+    fn constraint(self, after: Option<u32>) -> Result<Constraint, String> {
         let grammar = match self.schema_type.as_str() {
             "json" => {
                 let schema = serde_json::from_str(&self.schema);
@@ -88,7 +89,10 @@ impl StructuredOutput {
             }
         };
         let tokens = self.trigger_token_ids.filter(|tokens| !tokens.is_empty());
-        let trigger = tokens.map(|tokens| Trigger::new(tokens, self.bound_token_id)).transpose();
+        let trigger = match tokens {
+            Some(tokens) => Some(Trigger::new(tokens, self.bound_token_id)).transpose(),
+            None => after.map(|after| Trigger::new(vec![after], None)).transpose(),
+        };
         Ok(Constraint { grammar, trigger: trigger.map_err(|e| format!("so_args: {e}"))? })
     }
 }

@@ -64,7 +64,14 @@ def test_chat_answers(llm: LLM) -> None:
     both = llm.chat([talk, more], greedy(max_tokens=32), use_tqdm=False)
     assert ["81" in both[0].outputs[0].text, "42" in both[1].outputs[0].text] == [True, True]
     (thought,) = llm.chat(talk, greedy(max_tokens=200), effort="high", use_tqdm=False)
-    assert thought.outputs[0].reasoning is not None
+    completion = thought.outputs[0]
+    assert completion.reasoning and "81" in completion.text
+    for part in (completion.reasoning, completion.text):
+        assert "</think>" not in part
+    stop = greedy(max_tokens=200, stop="81")
+    (stopped,) = llm.chat(talk, stop, effort="high", use_tqdm=False)
+    assert "81" not in stopped.outputs[0].text
+    assert completion.text.startswith(stopped.outputs[0].text)
     with pytest.raises(ValueError, match="role"):
         llm.chat([{"role": "judge", "content": "x"}], use_tqdm=False)
     with pytest.raises(ValueError, match="colour"):
@@ -155,6 +162,15 @@ def test_forms_are_followed(llm: LLM) -> None:
     lark = {"schema_type": "ebnf", "schema": 'start: "yes" | "no"'}
     params = greedy(max_tokens=8, so_args=lark)
     assert llm.generate("x", params, use_tqdm=False)[0].outputs[0].text in ("yes", "no")
+    # After thinking, which has no form.
+    talk = [{"role": "user", "content": "What is 23 + 58?"}]
+    word = {"schema_type": "regex", "schema": "[a-c]{3}"}
+    params = greedy(max_tokens=300)
+    (free,) = llm.chat(talk, params, effort="high", use_tqdm=False)
+    (formed,) = llm.chat(talk, params, effort="high", so_args=word, use_tqdm=False)
+    assert formed.outputs[0].reasoning == free.outputs[0].reasoning != ""
+    text = formed.outputs[0].text
+    assert len(text) == 3 and set(text) <= set("abc")
     for wrong in ({"schema_type": "json", "schema": "{"}, {"schema_type": "regex", "schema": "("}):
         with pytest.raises(ValueError, match="prompt 0"):
             llm.generate("x", so_args=wrong, use_tqdm=False)
@@ -185,6 +201,8 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
         LLM(draft="many")
     with pytest.raises(ValueError, match="blocks of at most"):
         LLM(draft=100)
+    with pytest.raises(ValueError, match="kv_tokens is 8"):
+        LLM(kv_tokens=8)
     with pytest.raises(OSError, match="no such folder"):
         LLM("/does/not/exist")
     assert llm.generate([], use_tqdm=False) == []

@@ -1,8 +1,7 @@
 //! Lines of the output.
 
 use super::body::Kind;
-use crate::conversation;
-use crate::speech::Speech;
+use crate::{conversation, speech};
 use deepinfer::request::{Completion, FinishReason};
 use deepinfer::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -77,20 +76,12 @@ fn message(
     thinks: bool,
     tools: bool,
 ) -> (Value, bool) {
-    let mut speech = Speech::new(tokenizer, thinks);
-    for token in &completion.tokens {
-        speech.push(token.id);
-    }
-    speech.finish();
-    // The engine's text ends before a stop string; what it says decides where the answer ends.
-    let whole = format!("{}{}", speech.thinking, speech.answer);
-    let cut = whole.len().saturating_sub(completion.text.len());
-    let answer = &speech.answer[..floor(&speech.answer, speech.answer.len().saturating_sub(cut))];
+    let (thinking, answer) = speech::split(tokenizer, thinks, &completion.ids(), &completion.text);
     let mut message = json!({ "role": "assistant", "content": answer });
-    if thinks {
-        message["reasoning_content"] = Value::String(speech.thinking.clone());
+    if let Some(thinking) = thinking {
+        message["reasoning_content"] = Value::String(thinking);
     }
-    let Some((before, calls)) = tools.then(|| conversation::tool_calls(answer)).flatten() else {
+    let Some((before, calls)) = tools.then(|| conversation::tool_calls(&answer)).flatten() else {
         return (message, false);
     };
     message["content"] = Value::String(before.to_owned());
@@ -101,9 +92,4 @@ fn message(
     });
     message["tool_calls"] = calls.collect();
     (message, true)
-}
-
-/// The largest character boundary up to `at`.
-fn floor(text: &str, at: usize) -> usize {
-    (0..=at.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0)
 }

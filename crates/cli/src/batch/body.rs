@@ -110,6 +110,19 @@ struct ChatBody {
     response_format: Option<Format>,
 }
 
+/// A `tool_choice` that is an object.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+enum Choice {
+    Function { function: Named },
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Named {
+    name: String,
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 enum Format {
@@ -262,13 +275,7 @@ impl Line {
             Some(Value::String(word)) if word == "auto" => Some(CallChoice::Auto),
             Some(Value::String(word)) if word == "none" => None,
             Some(Value::String(word)) if word == "required" => Some(CallChoice::Required),
-            Some(other) => match other["function"]["name"].as_str() {
-                Some(name) => Some(CallChoice::Named(name.to_owned())),
-                None => {
-                    let expected = "auto, none, required or a function";
-                    return Err(format!("tool_choice {other}: expected {expected}"));
-                }
-            },
+            Some(other) => Some(named(other)?),
         };
         let calls_none = calls.is_none();
         let strict = conversation::strict(&body.tools);
@@ -335,6 +342,17 @@ impl Line {
     }
 }
 
+/// The tool that must be called, of a `tool_choice` that is no word known.
+fn named(choice: &Value) -> Result<CallChoice, String> {
+    if !choice.is_object() {
+        let expected = "auto, none, required or a function";
+        return Err(format!("tool_choice {choice}: expected {expected}"));
+    }
+    let Choice::Function { function } =
+        Choice::deserialize(choice).map_err(|e| format!("tool_choice: {e}"))?;
+    Ok(CallChoice::Named(function.name))
+}
+
 fn params(c: &Common) -> Result<SamplingParams, String> {
     if c.stream == Some(true) {
         return Err("body.stream is not supported in a batch".into());
@@ -379,6 +397,24 @@ mod tests {
         match line.parsed::<TextBody>(own).and_then(|(_, c)| params(&c)) {
             Err(reason) => reason,
             Ok(_) => panic!("{body} was taken"),
+        }
+    }
+
+    #[test]
+    fn a_choice_of_a_tool_is_read_whole() {
+        let read = |json: &str| named(&serde_json::from_str(json).expect("it is JSON"));
+        let chosen = read(r#"{"type":"function","function":{"name":"run"}}"#);
+        assert_eq!(chosen, Ok(CallChoice::Named("run".into())));
+        for (json, wanted) in [
+            (r#"{"type":"custom","function":{"name":"run"}}"#, "custom"),
+            (r#"{"type":"function","function":{"name":"run"},"colour":1}"#, "colour"),
+            (r#"{"type":"function","function":{"name":"run","colour":1}}"#, "colour"),
+            (r#"{"type":"function","name":"run"}"#, "name"),
+            (r#"{"function":{"name":"run"}}"#, "type"),
+            (r#""sometimes""#, "sometimes"),
+        ] {
+            let reason = read(json).expect_err(json);
+            assert!(reason.contains("tool_choice") && reason.contains(wanted), "{reason}");
         }
     }
 

@@ -97,6 +97,19 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Whether the caller's settings are at fault: wrong in themselves, together, or for this
+    /// checkpoint.
+    pub fn is_setting(&self) -> bool {
+        matches!(
+            self,
+            Self::Setting { .. }
+                | Self::TooSmall { .. }
+                | Self::PoolTooSmall { .. }
+                | Self::TooFewPositions { .. }
+                | Self::DraftLength { .. }
+        )
+    }
+
     pub(super) fn setting(name: &'static str, value: &str, expected: &'static str) -> Self {
         Self::Setting { name, value: value.to_owned(), expected }
     }

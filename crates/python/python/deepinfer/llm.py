@@ -40,6 +40,7 @@ class LLM:
 
     Raises:
         ValueError: A setting is wrong, or the checkpoint cannot be run with it.
+        MemoryError: There is not enough memory for the settings.
         OSError: The checkpoint cannot be read.
 
     Example:
@@ -132,7 +133,8 @@ class LLM:
             sampling_params: How tokens are chosen: one for all conversations, or one for each.
             effort: How thoroughly to think before the answer: ``"none"``, ``"low"``, ``"high"``,
                 ``"max"``, or 1 to 100. The thinking is ``CompletionOutput.reasoning``.
-            so_args: A form that the outputs must have, as for ``generate``.
+            so_args: A form that the outputs must have, as for ``generate``; with thinking, it holds
+                for what follows the thinking.
             use_tqdm: Whether to show progress on the terminal.
 
         Returns:
