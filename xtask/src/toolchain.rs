@@ -30,13 +30,16 @@ pub fn get(root: &Path) -> Result<Toolchain> {
         include: base.join("cuda_runtime/include"),
         ptxas: base.join("cuda_nvcc/bin/ptxas"),
     };
-    let done = folder.join("complete");
-    if !done.exists() {
+    let (done, pins) = (folder.join("complete"), PACKAGES.join("\n"));
+    if std::fs::read_to_string(&done).ok().as_ref() != Some(&pins) {
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder)?;
+        }
         download(&folder)?;
         // The archive does not keep the permission.
         let mode = std::fs::Permissions::from_mode(0o755);
         std::fs::set_permissions(&toolchain.ptxas, mode).context("ptxas")?;
-        std::fs::write(done, "")?;
+        std::fs::write(done, pins)?;
     }
     Ok(toolchain)
 }
