@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! cargo bench -p deepinfer --bench workload -- [MODEL_DIR, default the demo model] [REQUESTS, 200]
-//!     [LONGEST PROMPT, 8000] [PREFILL TRIPLES, 200]
+//!     [LONGEST PROMPT, 8000] [PREFILL TRIPLES, 200] [ONE SETTING OF THE ENGINE, 1 to 4; all]
 //! ```
 //! A short form of it is a test (`tests/workload.rs`, `tests/model.rs`).
 
@@ -31,6 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = arguments.next().map_or(demo, Into::into);
     let mut number = |default| arguments.next().map_or(Ok(default), |n| n.parse::<usize>());
     let (count, longest, triples) = (number(200)?, number(8000)?, number(200)?);
+    let only = number(0)?;
 
     let open = |config: &EngineConfig| {
         Engine::open(Source::directory(model.clone()), config, &mut |_, _| {})
@@ -59,12 +60,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // Just enough for the longest request, and enough for a few.
     let (least, some) = (longest + 512, 3 * longest);
-    for (rows, chunk, kv_tokens, draft, swap_bytes, prefix_cache) in [
+    let settings = [
         (64, 33, least, DraftMode::Fixed(2), 0, PrefixCache::Device),
         (256, 256, some, DraftMode::Auto, 1 << 30, PrefixCache::Host),
         (1024, 512, least, DraftMode::Off, 1 << 30, PrefixCache::Device),
         (700, 129, least, DraftMode::Fixed(5), 64 << 20, PrefixCache::Host),
-    ] {
+    ];
+    for (i, setting) in settings.into_iter().enumerate() {
+        if only > 0 && only != i + 1 {
+            continue;
+        }
+        let (rows, chunk, kv_tokens, draft, swap_bytes, prefix_cache) = setting;
         let name = format!("{rows} rows, chunks of {chunk}, {kv_tokens} tokens, {draft:?}");
         let config = EngineConfig {
             max_batch_tokens: rows,
