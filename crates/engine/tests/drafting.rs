@@ -93,6 +93,45 @@ fn scheduled_verification_gives_the_same_tokens() {
     }
 }
 
+/// Which drafts are verified follows from what a row costs and from how likely the draft is: where
+/// rows are free all are, and where a row costs half a step only the likely ones.
+#[test]
+fn dear_rows_are_for_likely_drafts() {
+    let mut requests = requests(34, 16, 100);
+    requests.iter_mut().for_each(|r| r.params.max_tokens = Some(24));
+    requests.iter_mut().for_each(|r| r.params.min_tokens = 20);
+    requests.iter_mut().for_each(|r| r.params.stop_tokens.clear());
+    let expected = alone(&requests, &small());
+    let known_drafts = known(&requests, &expected, vec![vec![1.0, 1.0, 0.05, 0.05, 0.05]]);
+    let run = |draft, row: Option<f64>, overlap| {
+        let step = |row: f64| (1..=36).map(|rows| (rows, 1.0 + row * (rows - 1) as f64)).collect();
+        let known_costs = row.map(|row| CostCurve::new(step(row), vec![(1, 1e-3)]));
+        let known_drafts = known_drafts.clone();
+        let config = EngineConfig { draft, known_drafts, known_costs, overlap, ..small() };
+        let name = format!("{draft:?}, a row costs {row:?}, overlap {overlap}");
+        let metrics = check(&config, &requests, &expected, &name);
+        [&metrics.drafted, &metrics.verified, &metrics.accepted].map(|c| counts(c))
+    };
+    for overlap in [false, true] {
+        let everything = run(DraftMode::Fixed(BLOCK), None, overlap);
+        let [drafted, verified, _] = &everything;
+        assert!(verified[BLOCK - 1] > 40, "{verified:?} of {drafted:?}");
+        assert_eq!(run(DraftMode::Auto, Some(0.0), overlap), everything, "rows are free");
+
+        let [drafted, verified, accepted] = run(DraftMode::Auto, Some(0.5), overlap);
+        // All are verified in the first two steps, of six sequences each.
+        let few = 2 * small().max_seqs as u64;
+        for i in 0..BLOCK {
+            let told = format!("position {i}: {verified:?} of {drafted:?}");
+            match i < 2 {
+                true => assert!(verified[i] * 10 > drafted[i] * 7, "{told}: likely ones are not"),
+                false => assert!(verified[i] <= few && few < drafted[i], "{told}: unlikely ones"),
+            }
+        }
+        assert_eq!(accepted[..2], verified[..2], "they are what the text goes on with");
+    }
+}
+
 #[test]
 fn costs_are_measured_once() {
     let dir = tempfile::tempdir().expect("a directory");

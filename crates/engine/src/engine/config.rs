@@ -1,7 +1,7 @@
 //! Settings of an engine.
 
 use super::EngineError;
-use crate::drafting::KnownDrafts;
+use crate::drafting::{CostCurve, KnownDrafts};
 use deepinfer_device::DeviceChoice;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -176,6 +176,9 @@ pub struct EngineConfig {
     pub costs_dir: Option<PathBuf>,
     /// Drafts of known chances instead of the checkpoint's, for tests and measurements.
     pub known_drafts: Option<Arc<KnownDrafts>>,
+    /// Step times that [`DraftMode::Auto`] plans with instead of measured ones, for tests and
+    /// measurements. Steps that take longer still count as longer.
+    pub known_costs: Option<CostCurve>,
     /// Plan a step while the device runs the one before.
     pub overlap: bool,
     /// What the model runs on.
@@ -211,6 +214,7 @@ impl Default for EngineConfig {
             confidence_temperatures: Vec::new(),
             costs_dir: None,
             known_drafts: None,
+            known_costs: None,
             overlap: true,
             device: DeviceChoice::Cpu,
             threads: None,
