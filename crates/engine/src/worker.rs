@@ -337,6 +337,11 @@ impl<D: Device> ModelWorker<D> {
             if let Some(known) = &self.known {
                 (slot.drafts, slot.confidences) =
                     known.propose(slot.text.tokens(), slot.text.prompt_len(), block);
+                if rejects {
+                    // They were not drawn: nothing else could have been proposed.
+                    let certain = slot.drafts.iter().map(|&t| rejection::certain(vocab, t));
+                    slot.logprobs = certain.collect();
+                }
             }
             // What the grammar refuses is not worth a row; in the rejection scheme, whether a draft is
             // verified must not depend on it.

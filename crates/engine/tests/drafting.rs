@@ -163,14 +163,17 @@ fn rejection_changes_nothing_at_temperature_0() {
     check(&config, &requests, &expected, "rejection");
 }
 
-/// How often each text of three of four tokens comes out over many seeds.
+/// Tokens that the texts of [`texts`] are made of.
+const ALLOWED: [u32; 4] = [17, 40, 99, 300];
+
+/// How often each text of three tokens comes out over many seeds.
 fn texts(config: &EngineConfig) -> (HashMap<Vec<u32>, f64>, Arc<Metrics>) {
     let engine = engine(config);
     let prompt = random_tokens(8, 12);
     let request = |seed: u64| {
         let params = SamplingParams {
             seed: Some(seed * 0x9e37_79b9),
-            allowed_tokens: vec![17, 40, 99, 300],
+            allowed_tokens: ALLOWED.to_vec(),
             temperature: 1.0,
             max_tokens: Some(3),
             ignore_eos: true,
@@ -185,23 +188,16 @@ fn texts(config: &EngineConfig) -> (HashMap<Vec<u32>, f64>, Arc<Metrics>) {
     (counts, engine.metrics().clone())
 }
 
-#[test]
-fn rejection_keeps_the_distribution() {
-    let config = EngineConfig { prefix_cache: PrefixCache::Device, ..small() };
-    let (plain, _) = texts(&EngineConfig { draft: DraftMode::Off, ..config.clone() });
-    let draft_scheme = DraftScheme::Rejection;
-    let drafted = EngineConfig { draft_scheme, draft: DraftMode::Fixed(2), ..config };
-    let (drafted, metrics) = texts(&drafted);
-    let (verified, accepted) = (counts(&metrics.verified)[0], counts(&metrics.accepted)[0]);
-    assert!(0 < accepted && accepted < verified, "{accepted} of {verified}");
-    // Two samples of the same size: the sum of (a - b)^2 / (a + b) is chi-square.
-    let keys: std::collections::BTreeSet<_> = plain.keys().chain(drafted.keys()).collect();
+/// Distance of two samples of the same size, in standard deviations: the sum of
+/// (a - b)^2 / (a + b) over kinds is chi-square.
+fn distance(a: &HashMap<Vec<u32>, f64>, b: &HashMap<Vec<u32>, f64>) -> f64 {
+    let keys: std::collections::BTreeSet<_> = a.keys().chain(b.keys()).collect();
     let get = |counts: &HashMap<Vec<u32>, f64>, key| counts.get(key).copied().unwrap_or(0.0);
     let mut chi = 0.0;
     let mut freedom = -1.0;
     let (mut rest_a, mut rest_b) = (0.0, 0.0);
     for key in keys {
-        let (a, b) = (get(&plain, key), get(&drafted, key));
+        let (a, b) = (get(a, key), get(b, key));
         if a + b < 10.0 {
             (rest_a, rest_b) = (rest_a + a, rest_b + b);
             continue;
@@ -214,8 +210,31 @@ fn rejection_keeps_the_distribution() {
         freedom += 1.0;
     }
     assert!(freedom > 10.0, "{freedom} kinds of text");
-    let distance = (chi - freedom) / f64::sqrt(2.0 * freedom);
-    assert!(distance < 4.0, "chi-square {chi} over {freedom}");
+    (chi - freedom) / f64::sqrt(2.0 * freedom)
+}
+
+/// Drafts of the checkpoint's stages, which are drawn, and imposed ones, which are always the same.
+#[test]
+fn rejection_keeps_the_distribution() {
+    let config = EngineConfig { prefix_cache: PrefixCache::Device, ..small() };
+    let (plain, _) = texts(&EngineConfig { draft: DraftMode::Off, ..config.clone() });
+    let text = |first: u32| (random_tokens(8, 12), vec![first, 17, 40]);
+    let imposed = KnownDrafts {
+        texts: ALLOWED.map(text).to_vec(),
+        profiles: vec![vec![1.0, 1.0]],
+        ..KnownDrafts::default()
+    };
+    for known_drafts in [None, Some(Arc::new(imposed))] {
+        let name = if known_drafts.is_some() { "imposed drafts" } else { "own drafts" };
+        let draft_scheme = DraftScheme::Rejection;
+        let draft = DraftMode::Fixed(2);
+        let drafted = EngineConfig { draft_scheme, draft, known_drafts, ..config.clone() };
+        let (drafted, metrics) = texts(&drafted);
+        let (verified, accepted) = (counts(&metrics.verified)[0], counts(&metrics.accepted)[0]);
+        assert!(0 < accepted && accepted < verified, "{name}: {accepted} of {verified}");
+        let distance = distance(&plain, &drafted);
+        assert!(distance < 4.0, "{name}: {distance} standard deviations");
+    }
 }
 
 /// Timing steps at the start keeps to what a step has room for.

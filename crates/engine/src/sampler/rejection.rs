@@ -24,6 +24,16 @@ pub fn draft_row(row: SampleRow, index: usize) -> SampleRow {
     SampleRow { seed: row.seed.wrapping_add(DRAFT), sample, ..row }
 }
 
+/// What `token` was drawn from if there was no choice, over a vocabulary of `vocab` tokens, as
+/// natural logarithms of probabilities.
+pub fn certain(vocab: usize, token: u32) -> Vec<f32> {
+    let mut logprobs = vec![f32::NEG_INFINITY; vocab];
+    if let Some(logprob) = logprobs.get_mut(token as usize) {
+        *logprob = 0.0;
+    }
+    logprobs
+}
+
 /// The token at a position for which `draft` was drawn from `q`, and which the model draws from `p`
 /// by `row`: the draft, if it is accepted, else another one. `p` and `q` are natural logarithms of
 /// probabilities over the vocabulary.
@@ -188,6 +198,13 @@ mod tests {
         for seed in 0..100 {
             assert_eq!(verify(&p, &p, 2, &row(seed, 5)), 2);
         }
+        // A draft that was not drawn is accepted as often as the model produces it, and what
+        // replaces it is another token.
+        let p = [0.75f32.ln(), 0.25f32.ln(), f32::NEG_INFINITY];
+        let q = certain(3, 0);
+        let found: Vec<u32> = (0..400).map(|seed| verify(&p, &q, 0, &row(seed, 5))).collect();
+        let count = |token| found.iter().filter(|&&t| t == token).count();
+        assert!(count(0).abs_diff(300) < 40 && count(0) + count(1) == 400, "{}", count(0));
         // A draft that the model never produces.
         let p = [f32::NEG_INFINITY, 0.0];
         assert_eq!(verify(&p, &[0.0, f32::NEG_INFINITY], 0, &row(1, 1)), 1);
