@@ -8,11 +8,14 @@
 
 #[path = "../tests/load/mod.rs"]
 mod load;
+#[path = "../tests/random/mod.rs"]
+mod random;
 #[path = "../tests/serve/mod.rs"]
 mod serve;
 
 use load::{Served, check_empty, soak_configs};
-use serve::{Random, alone, engine, requests, small};
+use random::Random;
+use serve::{alone, engine, requests, small};
 use std::time::{Duration, Instant};
 
 /// Rounds, each with an engine of its own.

@@ -14,6 +14,8 @@ mod common;
 mod load;
 #[path = "../tests/modes/mod.rs"]
 mod modes;
+#[path = "../tests/random/mod.rs"]
+mod random;
 #[path = "../tests/serve/mod.rs"]
 mod serve;
 
@@ -21,7 +23,7 @@ use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
 use deepinfer::request::Completion;
 use load::{check_empty, serve_all, workload};
-use serve::Random;
+use random::Random;
 use std::path::Path;
 use std::time::Instant;
 

@@ -86,6 +86,30 @@ pub struct Place {
 }
 
 impl Place {
+    /// A place with the state after `next` tokens of a text that ends at the last one of `stops`.
+    pub fn at(slot: u32, pages: Vec<u32>, next: usize, stops: Vec<usize>) -> Self {
+        Self {
+            slot,
+            pages,
+            next,
+            target: stops.last().copied().unwrap_or(next),
+            served: 0,
+            base: next,
+            window_from: 0,
+            // The state promises no more than its tokens.
+            complete_from: next,
+            stops,
+            written: next,
+        }
+    }
+
+    /// A place with the state after all `len` tokens of a text, whose decoder windows reach back to
+    /// `window_from`. The last row runs again, so that a token is chosen after it.
+    pub fn after(slot: u32, pages: Vec<u32>, len: usize, window_from: usize) -> Self {
+        let place = Self::at(slot, pages, len - 1, vec![len]);
+        Self { window_from, complete_from: len, written: len, ..place }
+    }
+
     /// Whether rows remain to be planned one by one.
     pub fn reading(&self) -> bool {
         self.next < self.target

@@ -1,6 +1,7 @@
 //! Drafting changes speed, never tokens; the rejection scheme changes tokens, never their
 //! distribution.
 
+mod random;
 mod serve;
 
 use deepinfer::drafting::{CostCurve, KnownDrafts};

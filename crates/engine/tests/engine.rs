@@ -1,11 +1,13 @@
 //! Requests beside each other give what they give alone.
 
+mod random;
 mod serve;
 
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode, PrefixCache};
 use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, FinishReason, Request, SamplingParams};
-use serve::{Random, alone, engine, random_tokens, requests, small};
+use random::Random;
+use serve::{alone, engine, random_tokens, requests, small};
 use std::sync::Arc;
 
 /// Runs all requests twice at once and compares; returns the engine's figures.

@@ -3,6 +3,7 @@
 //!
 //! `DEEPINFER_MIXED=200` runs so many requests instead of a few.
 
+mod random;
 mod serve;
 
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefillMode, PrefixCache};
@@ -10,8 +11,9 @@ use deepinfer::grammar::{CompileError, GrammarSpec, Tool, ToolCalls, ToolChoice,
 use deepinfer::request::{
     Completion, Constraint, FinishReason, Request, RequestError, SamplingParams, ThinkingBudget,
 };
+use random::Random;
 use serde_json::json;
-use serve::{Random, engine, random_tokens, small};
+use serve::{engine, random_tokens, small};
 use std::sync::{Arc, OnceLock};
 
 /// The token that ends thinking in the test checkpoint.

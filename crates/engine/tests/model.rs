@@ -3,6 +3,7 @@
 
 mod common;
 mod modes;
+mod random;
 
 use common::{FORMATS, all, bits, random_tokens, run_chunks, session};
 use deepinfer::model::NoProbe;

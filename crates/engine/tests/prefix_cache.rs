@@ -1,10 +1,12 @@
 //! How much of repeated prompts comes from the prefix cache, and that it never changes a token.
 
+mod random;
 mod serve;
 
 use deepinfer::engine::{EngineConfig, PrefillMode, PrefixCache};
 use deepinfer::request::{Completion, Request, SamplingParams};
-use serve::{Random, engine, random_tokens, small};
+use random::Random;
+use serve::{engine, random_tokens, small};
 use std::path::Path;
 
 /// Prompts of at least 256 tokens that together fit.

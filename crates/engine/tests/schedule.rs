@@ -1,6 +1,7 @@
 //! The scheduler over a simulated worker: random requests, arrivals, aborts and pool sizes. Every
 //! request gives its own tokens, every row read has been written, and nothing is left at the end.
 
+mod random;
 mod simulation;
 
 use deepinfer::cache::tiers::Tiers;

@@ -3,6 +3,7 @@
 
 mod common;
 mod modes;
+mod random;
 
 use common::{FORMATS, all, bits, load, random_tokens, run_chunks};
 use deepinfer::cache::CacheFormat;

@@ -1,6 +1,7 @@
 //! Synthetic checkpoints: sizes, layout, and that they open.
 
 mod common;
+mod random;
 
 use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Part, Source, layout};

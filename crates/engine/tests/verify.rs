@@ -2,6 +2,7 @@
 
 mod common;
 mod files;
+mod random;
 
 use common::load;
 use deepinfer::verify::{Options, Reference, Report, Status, Variant, verify};

@@ -2,11 +2,13 @@
 //! are the long forms.
 
 mod load;
+mod random;
 mod serve;
 
 use deepinfer::engine::{DraftMode, EngineConfig, PrefixCache};
 use load::{check_empty, serve_all, soak_configs, workload};
-use serve::{Random, alone, engine, small};
+use random::Random;
+use serve::{alone, engine, small};
 
 #[test]
 fn random_workloads_give_what_single_requests_give() {

@@ -1,7 +1,10 @@
 //! Drafts of known chances, for tests and measurements.
 
+use crate::splitmix;
+
 /// Stands in for the draft stages' choice: knows how texts go on, and proposes that with given
-/// chances. The stages still run, so that steps take the time that they take.
+/// chances. The stages still run, so that steps take the time that they take. For the rejection
+/// scheme a proposed token counts as one that was drawn from nothing else.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KnownDrafts {
     /// Prompts, and how they go on.
@@ -23,9 +26,10 @@ impl KnownDrafts {
         let (prompt, output) = text.split_at(prompt_len);
         let known = self.texts.iter().find(|(p, o)| p == prompt && o.starts_with(output));
         let Some(rest) = known.map(|(_, o)| &o[output.len()..]) else { return Default::default() };
-        let mut state = text.iter().fold(mix(self.seed), |h, &t| mix(h ^ u64::from(t)));
+        let mut state =
+            text.iter().fold(splitmix::next(self.seed), |h, &t| splitmix::next(h ^ u64::from(t)));
         let mut uniform = || {
-            state = mix(state);
+            state = splitmix::next(state);
             (state >> 40) as f32 / (1u64 << 24) as f32
         };
         let pick = (uniform() * self.profiles.len() as f32) as usize;
@@ -36,14 +40,6 @@ impl KnownDrafts {
         });
         drafts.unzip()
     }
-}
-
-/// SplitMix64.
-fn mix(z: u64) -> u64 {
-    let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

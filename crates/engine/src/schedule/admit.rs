@@ -94,19 +94,7 @@ impl Scheduler {
                     self.metrics.prefix(sequence.prompt_len, cut);
                 }
                 let stops = self.stops(sequence, cut, shared);
-                sequence.place = Some(Place {
-                    slot,
-                    pages,
-                    next: cut,
-                    target: len,
-                    served: 0,
-                    base: cut,
-                    window_from: 0,
-                    // The snapshot promises no more than the cut.
-                    complete_from: cut,
-                    stops,
-                    written: cut,
-                });
+                sequence.place = Some(Place::at(slot, pages, cut, stops));
                 Admission::Placed
             }
         }
@@ -138,18 +126,7 @@ impl Scheduler {
         let loaded = pages[..state.pages.len()].to_vec();
         self.ops.push(Op::LoadState { state, slot, pages: loaded });
         let from = self.shape.prompt_window_from(sequence);
-        sequence.place = Some(Place {
-            slot,
-            pages,
-            next: len - 1,
-            target: len,
-            served: 0,
-            base: len - 1,
-            window_from: from,
-            complete_from: len,
-            stops: vec![len],
-            written: len,
-        });
+        sequence.place = Some(Place::after(slot, pages, len, from));
         true
     }
 

@@ -72,18 +72,7 @@ impl Scheduler {
             self.ops.push(Op::CopyPage { from: open, to });
         }
         pages.extend(fresh);
-        sequence.place = Some(Place {
-            slot,
-            pages,
-            next: len - 1,
-            target: len,
-            served: 0,
-            base: len - 1,
-            window_from,
-            complete_from: len,
-            stops: vec![len],
-            written: len,
-        });
+        sequence.place = Some(Place::after(slot, pages, len, window_from));
         sequence.started = true;
         sequence.usage.cached_tokens = len - 1;
         self.metrics.prefix(len, len - 1);

@@ -2,6 +2,7 @@
 //! can be made alone, on any thread or device, and is always the same.
 
 use crate::checkpoint::layout::TensorSpec;
+use crate::splitmix;
 use deepinfer_device::Format;
 
 /// One tensor of a file: a value tensor or its scales.
@@ -44,7 +45,7 @@ const SCALE_RMS: f32 = 1.58;
 /// the number of residual streams.
 pub fn stored(spec: &TensorSpec, streams: usize, seed: u64) -> Vec<StoredTensor> {
     let tensor = |name: &str, dtype, shape: Vec<usize>, content| StoredTensor {
-        key: mix(seed ^ hash(name)),
+        key: splitmix::mix(seed ^ hash(name)),
         name: name.to_owned(),
         dtype,
         shape,
@@ -145,7 +146,7 @@ impl StoredTensor {
         let first = start / 8;
         let value = |place: usize| {
             let index = first + place as u64;
-            let random = mix(self.key.wrapping_add(index.wrapping_mul(GOLDEN)));
+            let random = splitmix::mix(self.key.wrapping_add(index.wrapping_mul(splitmix::STEP)));
             word(random, index).to_le_bytes()
         };
         let (chunks, rest) = out.as_chunks_mut::<8>();
@@ -175,15 +176,6 @@ fn mix_base(streams: usize, place: usize) -> f32 {
         Some(at) if at / streams == at % streams => 2.0,
         Some(_) => 0.0,
     }
-}
-
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// The output function of SplitMix64.
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
 }
 
 /// FNV-1a.

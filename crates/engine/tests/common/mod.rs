@@ -1,6 +1,7 @@
 //! The golden checkpoint in the repository, loaded on the CPU.
 #![allow(dead_code)]
 
+use super::random::mix;
 use deepinfer::cache::CacheFormat;
 use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::engram::Engram;
@@ -41,10 +42,8 @@ pub fn session(format: CacheFormat, slots: usize, threads: usize) -> Session<Cpu
 pub fn random_tokens(seed: u64, n: usize, vocab: u32) -> Vec<u32> {
     (0..n as u64)
         .map(|i| {
-            let mut z = (seed << 32 | i).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            ((z ^ (z >> 31)) % u64::from(vocab)) as u32
+            let state = (seed << 32 | i).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            (mix(state) % u64::from(vocab)) as u32
         })
         .collect()
 }

@@ -1,8 +1,9 @@
 //! Random requests that come and go: every token must be the one that the request gives alone, and
-//! nothing may be left at the end. Used with the `serve` module beside it.
+//! nothing may be left at the end. Used with the modules `random` and `serve` beside it.
 #![allow(dead_code)]
 
-use super::serve::{Random, random_tokens, requests};
+use super::random::Random;
+use super::serve::{random_tokens, requests};
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
 use deepinfer::request::{Completion, Request, RequestHandle};
 use std::path::Path;

@@ -2,6 +2,7 @@
 //! rows go through each layer.
 #![allow(dead_code)]
 
+use super::random::Random;
 use deepinfer::model::{NoProbe, Probe, Scratch};
 use deepinfer::plan::{PlanSequence, StepPlan};
 use deepinfer::session::{GreedyDrafts, Session};
@@ -187,17 +188,5 @@ pub fn check_random(s: &mut Session<Cpu>, count: usize, longest: usize, vocab: u
             (0..1 + random.below(4)).map(|_| 1 + random.below(len.div_ceil(2))).collect();
         let keep = least + random.below(len + 1);
         check(s, &prompt, &after, &chunks, keep, name);
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
     }
 }

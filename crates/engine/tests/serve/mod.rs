@@ -1,6 +1,7 @@
 //! Engines on the golden checkpoint in the repository.
 #![allow(dead_code)]
 
+use super::random::Random;
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
 use deepinfer::request::{Completion, Request, SamplingParams};
@@ -58,20 +59,6 @@ pub fn testdata(name: &str) -> PathBuf {
 pub fn random_tokens(seed: u64, n: usize) -> Vec<u32> {
     let mut random = Random(seed.wrapping_mul(0x5851_f42d_4c95_7f2d));
     (0..n).map(|_| random.below(VOCAB as usize) as u32).collect()
-}
-
-/// A small generator of random numbers.
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below `n`.
-    pub fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
 }
 
 /// Random requests: some share prefixes, and every parameter occurs.

@@ -3,6 +3,7 @@
 //! mode promises. The next token is a hash of the text and the seed.
 #![allow(dead_code)]
 
+use super::random::mix;
 use deepinfer::cache::Snapshot;
 use deepinfer::drafting::{rates, share};
 use deepinfer::engine::PrefillMode;
@@ -53,12 +54,6 @@ pub fn shape(pages: usize, max_seqs: usize, prefill: PrefillMode, drafts: usize)
         max_queued_tokens: 1 << 20,
         max_wait: None,
     }
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// The token after `text`.
