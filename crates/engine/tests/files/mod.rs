@@ -51,3 +51,11 @@ pub fn i64s(file: &[u8], name: &str) -> Vec<i64> {
         other => panic!("{name}: {other:?}"),
     }
 }
+
+/// The f32 values of tensor `name` of a safetensors file.
+pub fn f32s(file: &[u8], name: &str) -> Vec<f32> {
+    let tensors = safetensors::SafeTensors::deserialize(file).unwrap();
+    let tensor = tensors.tensor(name).unwrap();
+    assert_eq!(tensor.dtype(), safetensors::Dtype::F32, "{name}");
+    tensor.data().as_chunks::<4>().0.iter().map(|&word| f32::from_le_bytes(word)).collect()
+}
