@@ -9,7 +9,9 @@ pub mod cuda;
 pub mod error;
 pub mod formats;
 pub mod ops;
+pub mod random;
 pub mod selftest;
+pub mod splitmix;
 pub mod tensor;
 
 pub use choice::{DeviceChoice, UnknownDevice};

@@ -12,6 +12,7 @@
 //! - Rows of a step are grouped by sequence, positions ascending by one inside a sequence.
 
 use crate::error::DeviceError;
+use crate::random::{self, Random, RandomMatrix};
 use crate::tensor::{Element, Expert, RowFormat, StoredMatrix};
 
 /// Marks an absent index or a destination that is not written.
@@ -332,6 +333,31 @@ pub trait Device: Send + Sync + Sized + 'static {
     fn matrix(&self, stored: StoredMatrix) -> Result<Self::Matrix>;
     /// Makes the routed experts of a layer usable.
     fn experts(&self, stored: Vec<Expert<StoredMatrix>>) -> Result<Self::Experts>;
+
+    // ---- random weights and rows, for measurements and tests ----
+
+    /// The matrix of [`RandomMatrix::stored`], made in the device's memory.
+    fn random_matrix(&self, m: &RandomMatrix) -> Result<Self::Matrix> {
+        self.matrix(m.stored())
+    }
+    /// The same for the routed experts of a layer, all of one shape and format.
+    fn random_experts(&self, all: &[Expert<RandomMatrix>]) -> Result<Self::Experts> {
+        let stored = |e: &Expert<RandomMatrix>| Expert {
+            w1: e.w1.stored(),
+            w3: e.w3.stored(),
+            w2: e.w2.stored(),
+        };
+        self.experts(all.iter().map(stored).collect())
+    }
+    /// Fills the first `bytes` bytes of `out` with those of [`Random::fill`].
+    fn random_bytes(
+        &self,
+        random: &Random,
+        bytes: usize,
+        out: &mut Self::Buffer<u8>,
+    ) -> Result<()> {
+        random::upload_bytes(self, random, bytes, out)
+    }
 
     // ---- rows ----
 

@@ -20,7 +20,6 @@ pub mod schedule;
 pub mod sequence;
 pub mod session;
 pub mod settings;
-mod splitmix;
 pub mod step;
 pub mod synth;
 pub mod tokenizer;

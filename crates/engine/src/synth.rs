@@ -5,7 +5,7 @@ mod shards;
 mod tokenizer;
 mod values;
 
-pub use values::{StoredTensor, stored};
+pub use values::{StoredTensor, matrix, stored};
 
 use crate::checkpoint::layout::{self, TensorSpec};
 use crate::config::{ConfigError, ModelConfig};

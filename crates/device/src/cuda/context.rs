@@ -173,11 +173,7 @@ impl Context {
         f()?;
         end.record(self)?;
         end.wait()?;
-        let mut milliseconds = 0.0;
-        // SAFETY: both events are recorded, and the later one has happened.
-        let result = unsafe { sys::cuEventElapsedTime(&mut milliseconds, start.event, end.event) };
-        check("reading a time", result)?;
-        Ok(milliseconds)
+        Ok((elapsed(&start, &end)? * 1e3) as f32)
     }
 }
 
@@ -228,6 +224,15 @@ impl Event {
         // SAFETY: the event lives as long as `self`.
         check("waiting for an event", unsafe { sys::cuEventSynchronize(self.event) })
     }
+}
+
+/// Seconds between two events that have happened.
+pub(super) fn elapsed(from: &Event, to: &Event) -> Result<f64> {
+    let mut milliseconds = 0.0;
+    // SAFETY: both events live; the driver says if one was not recorded or has not happened.
+    let result = unsafe { sys::cuEventElapsedTime(&mut milliseconds, from.event, to.event) };
+    check("reading a time", result)?;
+    Ok(f64::from(milliseconds) / 1e3)
 }
 
 impl Drop for Event {

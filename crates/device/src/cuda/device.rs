@@ -3,13 +3,14 @@
 use super::memory::{Buffer, bytes_of};
 use super::stored::Matrix;
 use super::{
-    Cuda, attend, compress, engram, experts, join, linear, norm, rope, route, rows, sample, select,
-    streams,
+    Cuda, attend, compress, engram, experts, join, linear, norm, random, rope, route, rows, sample,
+    select, streams,
 };
 use crate::ops::{
     Attention, BiasEntry, Candidates, Device, Mix, MixWeights, PenaltyRow, Result, Routing,
     SampleRow, Selection, StreamShape, TokenCount,
 };
+use crate::random::{Random, RandomMatrix};
 use crate::tensor::{Element, Expert, RowFormat, StoredMatrix};
 use half::bf16;
 
@@ -84,6 +85,18 @@ impl Device for Cuda {
 
     fn experts(&self, stored: Vec<Expert<StoredMatrix>>) -> Result<experts::Experts> {
         experts::Experts::new(self, stored)
+    }
+
+    fn random_matrix(&self, m: &RandomMatrix) -> Result<Matrix> {
+        random::matrix(self, m)
+    }
+
+    fn random_experts(&self, all: &[Expert<RandomMatrix>]) -> Result<experts::Experts> {
+        random::experts(self, all)
+    }
+
+    fn random_bytes(&self, random: &Random, bytes: usize, out: &mut Buffer<u8>) -> Result<()> {
+        random::bytes(self, random, bytes, out)
     }
 
     fn gather_rows<E: Element>(

@@ -9,6 +9,7 @@ use super::stored::{Matrix, readable};
 use super::{Cuda, lock};
 use crate::error::DeviceError;
 use crate::ops::Result;
+use crate::random::RandomMatrix;
 use crate::tensor::{Expert, Format, StoredMatrix};
 use half::bf16;
 use std::ops::Range;
@@ -66,14 +67,24 @@ impl Layout {
         }
     }
 
+    /// Bytes of one expert's values.
+    fn bytes(&self) -> usize {
+        self.rows * self.row_stride
+    }
+
+    /// Bytes of one expert's scales.
+    fn scale_bytes(&self) -> usize {
+        self.scale_rows * self.scale_stride
+    }
+
     /// The members of the kernels' `Weights`.
     fn slots(&self) -> [u64; 8] {
         [
             self.data.slot(),
-            (self.rows * self.row_stride) as u64,
+            self.bytes() as u64,
             self.row_stride as u64,
             self.scale.slot(),
-            (self.scale_rows * self.scale_stride) as u64,
+            self.scale_bytes() as u64,
             self.scale_stride as u64,
             self.scale_row0 as u64,
             if self.format == Format::Fp8Block32 { 32 } else { 1 },
@@ -109,20 +120,38 @@ impl Layout {
 }
 
 impl Projection {
-    fn new(cuda: &Cuda, all: &[&StoredMatrix]) -> Result<Self> {
-        let first = all[0];
+    /// Memory for the same projection of `count` experts.
+    fn blank(
+        cuda: &Cuda,
+        count: usize,
+        format: Format,
+        (rows, cols): (usize, usize),
+        scale_row0: usize,
+    ) -> Result<Self> {
+        let row_stride = format.row_bytes(cols);
+        let shape = format.scale_shape(rows + scale_row0, cols);
+        let (scale_rows, scale_stride) = shape.unwrap_or((0, 0));
         let mut layout = Layout {
-            format: first.format,
-            rows: first.rows,
-            cols: first.cols,
+            format,
+            rows,
+            cols,
             data: Ptr::NULL,
-            row_stride: first.format.row_bytes(first.cols),
+            row_stride,
             scale: Ptr::NULL,
-            scale_rows: 0,
-            scale_stride: 0,
-            scale_row0: first.scale_row0,
+            scale_rows,
+            scale_stride,
+            scale_row0,
         };
         layout.check()?;
+        let context = &cuda.context;
+        let values = Memory::new(context, "experts", count * layout.bytes())?;
+        let scales = Memory::new(context, "the scales of experts", count * layout.scale_bytes())?;
+        (layout.data, layout.scale) = (values.ptr(), scales.ptr());
+        Ok(Self { values, scales, layout })
+    }
+
+    fn new(cuda: &Cuda, all: &[&StoredMatrix]) -> Result<Self> {
+        let first = all[0];
         for m in all {
             let same = (m.format, m.rows, m.cols, m.scale_row0)
                 == (first.format, first.rows, first.cols, first.scale_row0);
@@ -136,23 +165,35 @@ impl Projection {
                 });
             }
         }
-        let shape = first.format.scale_shape(first.rows + first.scale_row0, first.cols);
-        (layout.scale_rows, layout.scale_stride) = shape.unwrap_or((0, 0));
-        let (row, bytes) = (layout.row_stride, layout.rows * layout.row_stride);
-        let (groups, scale_bytes) = (layout.scale_stride, layout.scale_rows * layout.scale_stride);
-        let context = &cuda.context;
-        let values = Memory::new(context, "experts", all.len() * bytes)?;
-        let scales = Memory::new(context, "the scales of experts", all.len() * scale_bytes)?;
-        (layout.data, layout.scale) = (values.ptr(), scales.ptr());
+        let shape = (first.rows, first.cols);
+        let this = Self::blank(cuda, all.len(), first.format, shape, first.scale_row0)?;
+        let (layout, context) = (&this.layout, &cuda.context);
+        let (row, groups) = (layout.row_stride, layout.scale_stride);
         let mut staging = lock(&cuda.staging);
         for (i, m) in all.iter().enumerate() {
-            let to = values.ptr().add(i * bytes);
+            let to = layout.data.add(i * layout.bytes());
             staging.upload_rows(context, &m.data, m.rows, row, m.row_stride, to, row)?;
-            let (rows, to) = (layout.scale_rows, scales.ptr().add(i * scale_bytes));
+            let (rows, to) = (layout.scale_rows, layout.scale.add(i * layout.scale_bytes()));
             staging.upload_rows(context, &m.scale, rows, groups, m.scale_stride, to, groups)?;
         }
         drop(staging);
-        Ok(Self { values, scales, layout })
+        Ok(this)
+    }
+
+    /// All of the first one's format and shape.
+    fn random(cuda: &Cuda, all: &[&RandomMatrix]) -> Result<Self> {
+        let first = all[0];
+        let this = Self::blank(cuda, all.len(), first.format, (first.rows, first.cols), 0)?;
+        let layout = &this.layout;
+        let (bytes, scale_bytes) = (layout.bytes(), layout.scale_bytes());
+        for (i, m) in all.iter().enumerate() {
+            cuda.random_fill(&m.values, 1, bytes, bytes, layout.data.add(i * bytes))?;
+            if scale_bytes > 0 {
+                let to = layout.scale.add(i * scale_bytes);
+                cuda.random_fill(&m.scales, 1, scale_bytes, scale_bytes, to)?;
+            }
+        }
+        Ok(this)
     }
 }
 
@@ -169,6 +210,24 @@ impl Experts {
         };
         let weights =
             Expert { w1: project(|e| &e.w1)?, w3: project(|e| &e.w3)?, w2: project(|e| &e.w2)? };
+        Self::of(count, weights)
+    }
+
+    /// The same, made on the device. All have one shape and format.
+    pub(super) fn random(cuda: &Cuda, all: &[Expert<RandomMatrix>]) -> Result<Self> {
+        let count = all.len();
+        if count == 0 {
+            return Ok(Self { count, weights: None });
+        }
+        let project = |of: fn(&Expert<RandomMatrix>) -> &RandomMatrix| {
+            Projection::random(cuda, &all.iter().map(of).collect::<Vec<_>>())
+        };
+        let weights =
+            Expert { w1: project(|e| &e.w1)?, w3: project(|e| &e.w3)?, w2: project(|e| &e.w2)? };
+        Self::of(count, weights)
+    }
+
+    fn of(count: usize, weights: Expert<Projection>) -> Result<Self> {
         let layouts = [&weights.w1, &weights.w3, &weights.w2].map(|p| p.layout);
         check_fit(layouts, layouts[0].cols)?;
         Ok(Self { count, weights: Some(weights) })

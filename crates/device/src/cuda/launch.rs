@@ -102,6 +102,7 @@ impl Cuda {
                 null_mut(),
             )
         };
-        check(operation, result)
+        check(operation, result)?;
+        self.trace_launch(operation, kernel)
     }
 }

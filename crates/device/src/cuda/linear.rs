@@ -111,6 +111,7 @@ impl Product<'_> {
         if rows == 0 || self.w.rows == 0 {
             return Ok(());
         }
+        cuda.trace_shape(self.operation, self.w.rows, self.w.cols);
         let out_bytes = if self.to_f32 { 4 } else { 2 };
         // A multiple of a tile keeps the pieces of `out` aligned.
         let step = MAX_BLOCKS_YZ / TILE_M[1] * TILE_M[1];

@@ -20,6 +20,7 @@ mod linear;
 mod memory;
 mod norm;
 mod paged;
+mod random;
 mod rope;
 mod route;
 mod rows;
@@ -29,10 +30,12 @@ mod select;
 mod staging;
 mod stored;
 mod streams;
+mod trace;
 
 pub use context::CudaDevice;
 pub use memory::Buffer;
 pub use stored::{Matrix, Placement};
+pub use trace::Mark;
 
 use crate::ops::Result;
 use context::Context;
@@ -40,6 +43,7 @@ use kernels::Kernels;
 use scratch::Scratch;
 use staging::Staging;
 use std::sync::{Arc, Mutex, MutexGuard};
+use trace::Trace;
 
 /// One GPU.
 pub struct Cuda {
@@ -47,6 +51,7 @@ pub struct Cuda {
     kernels: Kernels,
     staging: Mutex<Staging>,
     scratch: Mutex<Scratch>,
+    trace: Trace,
 }
 
 impl Cuda {
@@ -60,7 +65,7 @@ impl Cuda {
         let kernels = Kernels::load(&context)?;
         let staging = Mutex::new(Staging::new(&context)?);
         let scratch = Mutex::new(Scratch::new(&context)?);
-        Ok(Self { context, kernels, staging, scratch })
+        Ok(Self { context, kernels, staging, scratch, trace: Trace::default() })
     }
 
     /// The GPUs that the driver knows, usable or not.

@@ -30,7 +30,7 @@ pub enum Placement {
 /// Memory that a matrix owns.
 enum Owner {
     Device { _values: Memory, _scales: Memory },
-    Host { _values: Pinned, _scales: Pinned },
+    Host { values: Pinned, scales: Pinned },
 }
 
 /// A weight matrix in its stored form: values with padded rows, and scales as they are stored.
@@ -69,7 +69,7 @@ impl Matrix {
 }
 
 /// The largest scale byte that products in registers can apply.
-fn largest_scale(format: Format) -> u8 {
+pub(super) fn largest_scale(format: Format) -> u8 {
     match format {
         Format::F32 | Format::Bf16 => 255,
         // Codes are read as 2^-120 and 2^-126 of their values, and put right by one product with a
@@ -77,6 +77,12 @@ fn largest_scale(format: Format) -> u8 {
         Format::Fp8Block32 | Format::Fp8Row32 => 134,
         Format::Fp4Row32 => 128,
     }
+}
+
+/// Whether a matrix is a table that stays in host memory.
+fn is_host_table(format: Format, rows: usize, cols: usize) -> bool {
+    let row_stride = format.row_bytes(cols.next_multiple_of(SLAB));
+    format == Format::Fp8Row32 && rows * row_stride >= HOST_TABLE
 }
 
 /// Shape of a matrix's scales as it is stored.
@@ -144,37 +150,18 @@ impl Cuda {
     /// If memory runs out, or the bytes do not cover the shape.
     pub(super) fn store(&self, m: &StoredMatrix) -> Result<Matrix> {
         m.check("cuda")?;
-        let row_bytes = m.format.row_bytes(m.cols);
         let (scale_rows, groups) = scale_shape(m);
-        let row_stride = m.format.row_bytes(m.cols.next_multiple_of(SLAB));
-        let bytes = m.rows * row_stride;
-        let place = |data, scale, owner| Matrix {
-            format: m.format,
-            rows: m.rows,
-            cols: m.cols,
-            data,
-            row_stride,
-            scale,
-            scale_stride: groups,
-            scale_row0: m.scale_row0,
-            owner,
-        };
-        if m.format == Format::Fp8Row32 && bytes >= HOST_TABLE {
-            let mut values = Pinned::new(&self.context, bytes, true)?;
-            pad_rows(&m.data, row_bytes, m.row_stride, row_stride, values.bytes_mut());
-            let mut scales = Pinned::new(&self.context, scale_rows * groups, true)?;
-            pad_rows(&m.scale, groups, m.scale_stride, groups, scales.bytes_mut());
-            let (data, scale) = (values.ptr()?, scales.ptr()?);
-            return Ok(place(data, scale, Owner::Host { _values: values, _scales: scales }));
-        }
-        if needs_widening(m) {
+        let row_bytes = m.format.row_bytes(m.cols);
+        if !is_host_table(m.format, m.rows, m.cols) && needs_widening(m) {
             return self.store(&widened(m));
         }
-        let values = Memory::zeroed(&self.context, "a weight", bytes)?;
-        // A slab of a row's padding may read one scale beyond the last, and must find a number.
-        let scale_bytes = scale_rows * groups + SLAB / GROUP;
-        let scales = Memory::zeroed(&self.context, "a weight's scales", scale_bytes)?;
-        let (data, scale) = (values.ptr(), scales.ptr());
+        let mut matrix = self.blank(m.format, m.rows, m.cols, m.scale_row0)?;
+        let (data, scale, row_stride) = (matrix.data, matrix.scale, matrix.row_stride);
+        if let Owner::Host { values, scales } = &mut matrix.owner {
+            pad_rows(&m.data, row_bytes, m.row_stride, row_stride, values.bytes_mut());
+            pad_rows(&m.scale, groups, m.scale_stride, groups, scales.bytes_mut());
+            return Ok(matrix);
+        }
         let mut staging = lock(&self.staging);
         let context = &self.context;
         staging.upload_rows(context, &m.data, m.rows, row_bytes, m.row_stride, data, row_stride)?;
@@ -187,6 +174,44 @@ impl Cuda {
             scale,
             groups,
         )?;
-        Ok(place(data, scale, Owner::Device { _values: values, _scales: scales }))
+        Ok(matrix)
+    }
+
+    /// Memory for a matrix, where it belongs. On the device it holds zeros, in host memory anything.
+    ///
+    /// # Errors
+    /// If memory runs out.
+    pub(super) fn blank(
+        &self,
+        format: Format,
+        rows: usize,
+        cols: usize,
+        scale_row0: usize,
+    ) -> Result<Matrix> {
+        let row_stride = format.row_bytes(cols.next_multiple_of(SLAB));
+        let (scale_rows, groups) = format.scale_shape(rows + scale_row0, cols).unwrap_or((0, 0));
+        let (bytes, scale_bytes) = (rows * row_stride, scale_rows * groups);
+        let (data, scale, owner) = if is_host_table(format, rows, cols) {
+            let values = Pinned::new(&self.context, bytes, true)?;
+            let scales = Pinned::new(&self.context, scale_bytes, true)?;
+            (values.ptr()?, scales.ptr()?, Owner::Host { values, scales })
+        } else {
+            let values = Memory::zeroed(&self.context, "a weight", bytes)?;
+            // A slab of a row's padding may read one scale beyond the last, and must find a number.
+            let scale_bytes = scale_bytes + SLAB / GROUP;
+            let scales = Memory::zeroed(&self.context, "a weight's scales", scale_bytes)?;
+            (values.ptr(), scales.ptr(), Owner::Device { _values: values, _scales: scales })
+        };
+        Ok(Matrix {
+            format,
+            rows,
+            cols,
+            data,
+            row_stride,
+            scale,
+            scale_stride: groups,
+            scale_row0,
+            owner,
+        })
     }
 }

@@ -12,7 +12,9 @@
 mod attend;
 mod buffers;
 mod experts;
+mod far;
 mod linear;
+mod random;
 mod rows;
 mod sample;
 mod select;
@@ -79,11 +81,16 @@ pub fn run<D: Device>(
     let mut runner = Runner { device, plain, options, random, observe, cases: Vec::new() };
     rows::run(&mut runner);
     small::run(&mut runner);
+    random::run(&mut runner);
     linear::run(&mut runner);
     attend::run(&mut runner);
     select::run(&mut runner);
     experts::run(&mut runner);
     sample::run(&mut runner);
+    // A CPU addresses all of its memory in the same way.
+    if !options.quick && size_of::<D::Act>() == 2 {
+        far::run(&mut runner, far::Reach::DEVICE);
+    }
     Ok(runner.cases)
 }
 
@@ -172,6 +179,29 @@ impl<D: Device> Runner<'_, D> {
             failure,
             seconds: start.elapsed().as_secs_f64(),
         };
+        (self.observe)(&case);
+        self.cases.push(case);
+    }
+
+    /// Tests something that is right or not. What asks for more memory than there is, is skipped.
+    fn case(
+        &mut self,
+        operation: &'static str,
+        mut shape: String,
+        test: impl FnOnce(&D, &mut Random) -> Result<bool, Trouble>,
+    ) {
+        let start = Instant::now();
+        let failure = match test(self.device, &mut self.random) {
+            Ok(true) => None,
+            Ok(false) => Some("not what it should be".to_owned()),
+            Err(Trouble::Device(DeviceError::OutOfMemory { wanted, .. })) => {
+                shape = format!("{shape}: skipped, {} MiB are not free", wanted >> 20);
+                None
+            }
+            Err(trouble) => Some(trouble.to_string()),
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        let case = Case { operation, shape, rows: 1, errors: None, failure, seconds };
         (self.observe)(&case);
         self.cases.push(case);
     }

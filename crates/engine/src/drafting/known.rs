@@ -1,6 +1,6 @@
 //! Drafts of known chances, for tests and measurements.
 
-use crate::splitmix;
+use deepinfer_device::splitmix;
 
 /// Stands in for the draft stages' choice: knows how texts go on, and proposes that with given
 /// chances. The stages still run, so that steps take the time that they take. For the rejection

@@ -221,7 +221,9 @@ impl<D: Device> DraftModel<D> {
 }
 
 impl<D: Device> Stage<D> {
-    fn forward(
+    /// Runs the rows of a block, which [`Batch::prepare_draft`] has put down, through this stage:
+    /// `s.streams` and `s.mix.pre`. `ring` holds the stage's keys of earlier positions.
+    pub fn forward(
         &self,
         device: &D,
         ring: &D::Buffer<u8>,

@@ -42,11 +42,24 @@ impl<D: Device> Model<D> {
         progress: Progress<'_>,
     ) -> Result<Self> {
         let config = checkpoint.config().clone();
+        let model = Self::build(device, checkpoint, config, engram, progress)?;
+        checkpoint.finish(&["vision.", "aligner.", "image_start", "image_end", "image_newline"])?;
+        Ok(model)
+    }
+
+    /// Builds a model of `config` from `weights`.
+    pub(super) fn build(
+        device: &D,
+        weights: &mut impl Weights<D>,
+        config: ModelConfig,
+        engram: Option<Engram>,
+        progress: Progress<'_>,
+    ) -> Result<Self> {
         let c = &config.text_config;
         let (h, v) = (c.hidden_size, c.vocab_size);
         let stages = c.num_nextn_predict_layers;
         let parts = c.num_hidden_layers + stages + 1;
-        let mut loader = Loader { device, checkpoint, config: &config, engram: engram.as_ref() };
+        let mut loader = Loader { device, weights, config: &config, engram: engram.as_ref() };
 
         let embed = loader.matrix("embed.weight", v, h)?;
         let head = loader.matrix("head.weight", v, h)?;
@@ -61,31 +74,75 @@ impl<D: Device> Model<D> {
             0 => None,
             _ => Some(loader.draft(|done| progress(1 + c.num_hidden_layers + done, parts))?),
         };
-        checkpoint.finish(&["vision.", "aligner.", "image_start", "image_end", "image_newline"])?;
         let rope = Rope::new(c);
         Ok(Self { embed, layers, norm, head, draft, engram, rope, config })
     }
 }
 
-struct Loader<'a, D: Device> {
+/// Where weights come from, by the names of the released layout.
+pub(super) trait Weights<D: Device> {
+    /// A matrix, on the device.
+    fn matrix(&mut self, device: &D, name: &str, rows: usize, cols: usize) -> Result<D::Matrix>;
+    /// A small array, row-major.
+    fn array(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>>;
+    /// The `count` routed experts `prefix.0`, `prefix.1`, ..., on the device.
+    fn experts(
+        &mut self,
+        device: &D,
+        prefix: &str,
+        count: usize,
+        intermediate: usize,
+        hidden: usize,
+    ) -> Result<D::Experts>;
+    /// Whether there is a tensor of that name.
+    fn has(&self, name: &str) -> bool;
+}
+
+impl<D: Device> Weights<D> for Checkpoint {
+    fn matrix(&mut self, device: &D, name: &str, rows: usize, cols: usize) -> Result<D::Matrix> {
+        Ok(device.matrix(self.take_matrix(name, rows, cols)?)?)
+    }
+
+    fn array(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        Ok(self.take_array(name, shape)?)
+    }
+
+    fn experts(
+        &mut self,
+        device: &D,
+        prefix: &str,
+        count: usize,
+        intermediate: usize,
+        hidden: usize,
+    ) -> Result<D::Experts> {
+        let expert = |j| self.take_expert(&format!("{prefix}.{j}"), intermediate, hidden);
+        let all = (0..count).map(expert).collect::<std::result::Result<_, _>>()?;
+        Ok(device.experts(all)?)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.contains(name)
+    }
+}
+
+struct Loader<'a, D: Device, W> {
     device: &'a D,
-    checkpoint: &'a mut Checkpoint,
+    weights: &'a mut W,
     config: &'a ModelConfig,
     engram: Option<&'a Engram>,
 }
 
-impl<D: Device> Loader<'_, D> {
+impl<D: Device, W: Weights<D>> Loader<'_, D, W> {
     fn c(&self) -> &TextConfig {
         &self.config.text_config
     }
 
     fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<D::Matrix> {
-        let stored = self.checkpoint.take_matrix(name, rows, cols)?;
-        Ok(self.device.matrix(stored)?)
+        self.weights.matrix(self.device, name, rows, cols)
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<D::Buffer<f32>> {
-        let host = self.checkpoint.take_vector(name, len)?;
+        let host = self.weights.array(name, &[len])?;
         self.upload(&host)
     }
 
@@ -225,15 +282,7 @@ impl<D: Device> Loader<'_, D> {
         let (h, i) = (self.c().hidden_size, self.c().moe_intermediate_size);
         let (scale, limit) = (self.c().routed_scaling_factor, self.c().swiglu_limit);
         let p = format!("{prefix}.ffn");
-        let mut routed = Vec::with_capacity(count);
-        for j in 0..count {
-            let e = format!("{p}.experts.{j}");
-            routed.push(Expert {
-                w1: self.checkpoint.take_matrix(&format!("{e}.w1.weight"), i, h)?,
-                w3: self.checkpoint.take_matrix(&format!("{e}.w3.weight"), i, h)?,
-                w2: self.checkpoint.take_matrix(&format!("{e}.w2.weight"), h, i)?,
-            });
-        }
+        let routed = self.weights.experts(self.device, &format!("{p}.experts"), count, i, h)?;
         let e = format!("{p}.shared_experts");
         let shared = Expert {
             w1: self.matrix(&format!("{e}.w1.weight"), i, h)?,
@@ -241,7 +290,7 @@ impl<D: Device> Loader<'_, D> {
             w2: self.matrix(&format!("{e}.w2.weight"), h, i)?,
         };
         let bias_image = format!("{p}.gate.bias_vl");
-        let bias_image = match self.checkpoint.contains(&bias_image) {
+        let bias_image = match self.weights.has(&bias_image) {
             true => Some(self.vector(&bias_image, count)?).filter(|_| images),
             false => None,
         };
@@ -249,7 +298,7 @@ impl<D: Device> Loader<'_, D> {
             gate: self.matrix(&format!("{p}.gate.weight"), count, h)?,
             bias: self.vector(&format!("{p}.gate.bias"), count)?,
             bias_image,
-            routed: self.device.experts(routed)?,
+            routed,
             shared,
             count,
             k,
@@ -265,8 +314,8 @@ impl<D: Device> Loader<'_, D> {
         let (columns, width) = (c.hash_columns(), c.engram_head_dim);
         let rows = self.engram.map_or(0, |e| e.hasher.layers()[ordinal].table_rows()) as usize;
         let p = format!("{prefix}.engram");
-        let q = self.checkpoint.take_array(&format!("{p}.q_weight"), &[s, h])?;
-        let k = self.checkpoint.take_array(&format!("{p}.k_weight"), &[s, h])?;
+        let q = self.weights.array(&format!("{p}.q_weight"), &[s, h])?;
+        let k = self.weights.array(&format!("{p}.k_weight"), &[s, h])?;
         let weight: Vec<f32> = q.iter().zip(&k).map(|(q, k)| q * k).collect();
         Ok(Some(Memory {
             ordinal,

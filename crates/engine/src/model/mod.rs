@@ -16,6 +16,7 @@ mod layer;
 mod load;
 mod memory;
 mod probe;
+mod random;
 mod rope;
 mod scratch;
 mod select;

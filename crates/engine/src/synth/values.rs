@@ -2,8 +2,8 @@
 //! can be made alone, on any thread or device, and is always the same.
 
 use crate::checkpoint::layout::TensorSpec;
-use crate::splitmix;
-use deepinfer_device::Format;
+use deepinfer_device::random::{Content, Random, RandomMatrix};
+use deepinfer_device::{Format, splitmix};
 
 /// One tensor of a file: a value tensor or its scales.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,25 +14,8 @@ pub struct StoredTensor {
     pub dtype: &'static str,
     /// Shape in the file.
     pub shape: Vec<usize>,
-    content: Content,
-    key: u64,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-enum Content {
-    /// E4M3 codes of magnitude 2^-3 to 2: finite, no zeros.
-    Fp8,
-    /// Pairs of E2M1 codes, all sixteen equally often.
-    Fp4,
-    /// UE8M0 bytes: this one or the next.
-    Scale(u8),
-    /// `mean` plus or minus at most `spread`, evenly.
-    Bf16 { mean: f32, spread: f32 },
-    /// The same in f32.
-    F32 { mean: f32, spread: f32 },
-    /// Base of the stream mixing for so many streams: about 1/S of each stream is read, outputs
-    /// are added with weight 1, streams stay apart.
-    MixBase { streams: usize },
+    /// Its bytes.
+    pub random: Random,
 }
 
 /// Root mean square of an `Fp8` code, and of an `Fp4` code.
@@ -45,11 +28,10 @@ const SCALE_RMS: f32 = 1.58;
 /// the number of residual streams.
 pub fn stored(spec: &TensorSpec, streams: usize, seed: u64) -> Vec<StoredTensor> {
     let tensor = |name: &str, dtype, shape: Vec<usize>, content| StoredTensor {
-        key: splitmix::mix(seed ^ hash(name)),
+        random: Random { content, key: splitmix::mix(seed ^ hash(name)) },
         name: name.to_owned(),
         dtype,
         shape,
-        content,
     };
     let (rows, cols) = match spec.shape[..] {
         [rows, cols] => (rows, cols),
@@ -114,68 +96,19 @@ impl StoredTensor {
 
     /// Writes the bytes from `start` (a multiple of 8) on into `out`.
     pub fn fill(&self, start: u64, out: &mut [u8]) {
-        debug_assert!(start.is_multiple_of(8));
-        match self.content {
-            Content::Fp4 => self.words(start, out, |random, _| random),
-            Content::Fp8 => self.words(start, out, |random, _| {
-                random & 0x9f9f_9f9f_9f9f_9f9f | 0x2020_2020_2020_2020
-            }),
-            Content::Scale(least) => self.words(start, out, |random, _| {
-                u64::from_le_bytes([least; 8]) + (random & 0x0101_0101_0101_0101)
-            }),
-            Content::Bf16 { mean, spread } => self.words(start, out, |random, _| {
-                let lane = |i: u32| {
-                    let unit = f32::from((random >> (16 * i)) as i16) / 32768.0;
-                    u64::from(half::bf16::from_f32(mean + spread * unit).to_bits()) << (16 * i)
-                };
-                lane(0) | lane(1) | lane(2) | lane(3)
-            }),
-            Content::F32 { mean, spread } => {
-                self.words(start, out, |random, _| f32_pair(random, |_, unit| mean + spread * unit))
-            }
-            Content::MixBase { streams } => self.words(start, out, |random, index| {
-                f32_pair(random, |lane, unit| {
-                    mix_base(streams, 2 * index as usize + lane) + 0.2 * unit
-                })
-            }),
-        }
-    }
-
-    /// Writes words made of (random word, index of the word).
-    fn words(&self, start: u64, out: &mut [u8], word: impl Fn(u64, u64) -> u64) {
-        let first = start / 8;
-        let value = |place: usize| {
-            let index = first + place as u64;
-            let random = splitmix::mix(self.key.wrapping_add(index.wrapping_mul(splitmix::STEP)));
-            word(random, index).to_le_bytes()
-        };
-        let (chunks, rest) = out.as_chunks_mut::<8>();
-        let whole = chunks.len();
-        for (place, chunk) in chunks.iter_mut().enumerate() {
-            *chunk = value(place);
-        }
-        let length = rest.len();
-        rest.copy_from_slice(&value(whole)[..length]);
+        self.random.fill(start, out);
     }
 }
 
-/// Two f32 made of (place in the pair, random number from -1 to 1).
-fn f32_pair(random: u64, value: impl Fn(usize, f32) -> f32) -> u64 {
-    let lane = |i: usize| {
-        let unit = (random >> (32 * i)) as i32 as f32 / 2_147_483_648.0;
-        u64::from(value(i, unit).to_bits()) << (32 * i)
-    };
-    lane(0) | lane(1)
-}
-
-/// Middle of the stream-mixing base at `place`: pre, post, then the mixing matrix by rows.
-fn mix_base(streams: usize, place: usize) -> f32 {
-    match place.checked_sub(2 * streams) {
-        None if place < streams => -(streams.max(2) as f32 - 1.0).ln(),
-        None => 0.0,
-        Some(at) if at / streams == at % streams => 2.0,
-        Some(_) => 0.0,
-    }
+/// The matrix `spec` of a checkpoint with this seed.
+///
+/// # Panics
+/// If it is no matrix.
+pub fn matrix(spec: &TensorSpec, streams: usize, seed: u64) -> RandomMatrix {
+    let [rows, cols] = spec.shape[..] else { panic!("{} is no matrix", spec.name) };
+    let tensors = stored(spec, streams, seed);
+    let [values, scales] = [&tensors[0], tensors.last().unwrap_or(&tensors[0])];
+    RandomMatrix { format: spec.format, rows, cols, values: values.random, scales: scales.random }
 }
 
 /// FNV-1a.
@@ -200,18 +133,6 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_those_of_the_whole() {
-        for format in [Format::Fp8Block32, Format::Fp4Row32, Format::Bf16, Format::F32] {
-            for tensor in stored(&spec("a.weight", &[370, 170], format), 4, 9) {
-                let whole = bytes(&tensor);
-                let mut part = vec![0; whole.len() - 24];
-                tensor.fill(24, &mut part);
-                assert_eq!(part, whole[24..], "{}", tensor.name);
-            }
-        }
-    }
-
-    #[test]
     fn names_and_seeds_give_other_numbers() {
         let make =
             |name: &str, seed| bytes(&stored(&spec(name, &[32, 32], Format::Bf16), 4, seed)[0]);
@@ -225,16 +146,7 @@ mod tests {
     fn weights_have_the_size_that_keeps_activations() {
         for cols in [64usize, 1024, 5120] {
             for format in [Format::Fp8Block32, Format::Fp4Row32, Format::Bf16] {
-                let tensors = stored(&spec("wq.weight", &[64, cols], format), 4, 3);
-                let values = bytes(&tensors[0]);
-                let scales = tensors.get(1).map(bytes).unwrap_or_default();
-                let matrix = deepinfer_device::StoredMatrix::new(
-                    format,
-                    64,
-                    cols,
-                    values.into(),
-                    scales.into(),
-                );
+                let matrix = matrix(&spec("wq.weight", &[64, cols], format), 4, 3).stored();
                 let mut row = vec![0.0; cols];
                 let mut squares = 0.0;
                 for r in 0..64 {
