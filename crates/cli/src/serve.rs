@@ -41,6 +41,10 @@ pub struct ServeArgs {
     /// Longest time for a request to arrive, in seconds
     #[arg(long, value_name = "S", default_value_t = 30)]
     pub read_timeout: u64,
+    /// Longest time that a client reads nothing of what is sent to it, in seconds; then its request
+    /// ends
+    #[arg(long, value_name = "S", default_value_t = 60)]
+    pub write_timeout: u64,
     /// Most requests that wait; more get 429
     #[arg(long, value_name = "N", default_value_t = 4096)]
     pub max_queued_requests: usize,
@@ -183,6 +187,7 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
         default_effort,
         max_body: args.max_body,
         read_timeout: Duration::from_secs(args.read_timeout.max(1)),
+        write_timeout: Duration::from_secs(args.write_timeout.max(1)),
         stall_limit: Some(args.stall_limit).filter(|&s| s > 0).map(Duration::from_secs),
         drain_limit: Duration::from_secs(args.drain_limit),
         self_test,

@@ -32,6 +32,9 @@ pub struct Config {
     pub max_body: usize,
     /// Longest time for a request's head, and then for its body.
     pub read_timeout: Duration,
+    /// Longest time that a connection takes nothing of what is sent to it; then it is cut, and its
+    /// request ends.
+    pub write_timeout: Duration,
     /// Memory for responses that can be asked for again, in bytes.
     pub store_bytes: usize,
     /// Memory for the tokens of answers, in bytes; 0 keeps none.
@@ -69,6 +72,7 @@ impl Default for Config {
             default_effort: Effort::default(),
             max_body: 32 << 20,
             read_timeout: Duration::from_secs(30),
+            write_timeout: Duration::from_secs(60),
             store_bytes: 64 << 20,
             replay_bytes: 64 << 20,
             keep_alive: Duration::from_secs(10),

@@ -31,6 +31,7 @@ mod traces;
 mod turn;
 mod usage;
 mod watch;
+mod write_limit;
 
 pub use app::{App, Config, SelfTest};
 pub use error::{ApiError, Shape};

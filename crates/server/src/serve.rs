@@ -3,16 +3,18 @@
 use crate::app::App;
 use crate::router::router;
 use crate::watch;
+use crate::write_limit::WriteLimit;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use std::future::Future;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Why a server stopped otherwise than it was told to.
@@ -46,6 +48,17 @@ async fn connection(
     if let Err(error) = watcher.watch(connection).await {
         tracing::debug!(%error, "connection");
     }
+}
+
+/// Room for what has been sent and not been read.
+const SEND_BUFFER: u32 = 128 << 10;
+
+/// Bounds what the system keeps of what was sent and has not been read. Without a bound it grows to
+/// megabytes, of which a slow reader must take a third before the system tells that it reads.
+fn bound_send_buffer(stream: &TcpStream) -> std::io::Result<()> {
+    // Another handle of the same socket.
+    let handle = stream.as_fd().try_clone_to_owned()?;
+    TcpSocket::from_std_stream(handle.into()).set_send_buffer_size(SEND_BUFFER)
 }
 
 /// Time that clients get to read their errors after the engine has failed.
@@ -99,6 +112,8 @@ pub async fn serve_until(
                 continue;
             };
             let _ = stream.set_nodelay(true);
+            let _ = bound_send_buffer(&stream);
+            let stream = WriteLimit::new(stream, app.config.write_timeout);
             let (service, watcher) = (service.clone(), graceful.watcher());
             let limit = app.config.read_timeout;
             match &app.config.tls {

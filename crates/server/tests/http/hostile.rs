@@ -91,6 +91,55 @@ async fn readers_that_do_not_read_block_nobody() {
     running.settle(0).await;
 }
 
+/// A request whose answer is much larger than what sockets hold: about 1 KB for each of `tokens`.
+fn large_answer(tokens: usize) -> String {
+    let extra = json!({
+        "stream": true, "reasoning_effort": "none", "max_tokens": tokens, "logprobs": true,
+        "top_logprobs": 20,
+    });
+    request(CHAT, "connection: close\r\n", &chat(extra).to_string())
+}
+
+async fn server_of_large_answers(write_timeout: Duration) -> Running {
+    let config = Config { write_timeout, ..Config::default() };
+    start_with(config, |_| Ok(Reply::tokens(tokens("a").repeat(30_000)))).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn readers_that_never_read_on_are_cut() {
+    let running = server_of_large_answers(LIMIT).await;
+    let mut stuck = running.send(&large_answer(30_000)).await;
+    read_until(&mut stuck, "\"content\":\"a").await;
+    // The connection is still there, and its request is not.
+    running.settle(0).await;
+    let (_, metrics) = running.server.get("/metrics").await;
+    let cut = "deepinfer_answers_total{protocol=\"chat\",outcome=\"aborted\"} 1";
+    assert!(metrics.contains(cut), "{metrics}");
+    let rest = read_all(stuck).await;
+    assert!(!rest.contains("[DONE]"), "{} bytes came", rest.len());
+    others_are_served(&running).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slow_readers_get_everything() {
+    let limit = Duration::from_secs(1);
+    let running = server_of_large_answers(limit).await;
+    let mut stream = running.send(&large_answer(2500)).await;
+    let begin = Instant::now();
+    let mut answer = Vec::new();
+    let mut buffer = vec![0; 48 << 10];
+    loop {
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        match stream.read(&mut buffer).await.expect("it is not cut") {
+            0 => break,
+            n => answer.extend_from_slice(&buffer[..n]),
+        }
+    }
+    let size = answer.len();
+    assert!(answer.ends_with(b"data: [DONE]\n\n\r\n0\r\n\r\n"), "{size} bytes came");
+    assert!(begin.elapsed() > 2 * limit, "{size} bytes are too few to show anything");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn malformed_requests_get_an_error_or_are_cut() {
     let running = server().await;
