@@ -21,7 +21,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Continue a prompt
-    Generate(Generate),
+    Generate(Box<Generate>),
     /// Talk to a model in the terminal
     Chat(Chat),
     /// Show what is in a checkpoint: parts, layers, bytes, cache bytes a token
@@ -108,9 +108,9 @@ pub struct SamplingArgs {
     /// Keep the most probable tokens up to this mass
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     pub top_p: f32,
-    /// Keep this many tokens; 0 keeps all
-    #[arg(long, value_name = "K", default_value_t = 0)]
-    pub top_k: u32,
+    /// Keep this many tokens; 0 or -1 keeps all
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=i64::from(u32::MAX)))]
+    pub top_k: i64,
     /// Keep tokens at least this probable relative to the best one
     #[arg(long, value_name = "P", default_value_t = 0.0)]
     pub min_p: f32,
@@ -129,9 +129,31 @@ pub struct SamplingArgs {
     /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
+    /// Stop at these tokens
+    #[arg(long, value_name = "ID,...", value_delimiter = ',')]
+    pub stop_token_ids: Vec<u32>,
     /// Go on after the model's end of text
     #[arg(long)]
     pub ignore_eos: bool,
+    /// Neither stop nor end for this many tokens
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub min_tokens: usize,
+    /// Word that is never completed, with or without a space before it; may be given several times
+    #[arg(long, value_name = "WORD")]
+    pub bad_words: Vec<String>,
+    /// Produce no other tokens
+    #[arg(long, value_name = "ID,...", value_delimiter = ',')]
+    pub allowed_token_ids: Vec<u32>,
+    /// Add X to the logit of a token; may be given several times
+    #[arg(long, value_name = "ID=X", value_parser = bias)]
+    pub logit_bias: Vec<(u32, f32)>,
+}
+
+/// A token and what is added to its logit.
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let expected = || format!("{text:?} is not ID=X, a token id and a number");
+    let (token, bias) = text.split_once('=').ok_or_else(expected)?;
+    Ok((token.parse().map_err(|_| expected())?, bias.parse().map_err(|_| expected())?))
 }
 
 /// How tokens are drafted.
@@ -221,6 +243,12 @@ pub struct Generate {
     /// Print one JSON object at the end instead of the text; with --n, a list of them
     #[arg(long)]
     pub json: bool,
+    /// Report the log-probability of each token, and of this many alternatives
+    #[arg(long, value_name = "N", requires = "json")]
+    pub logprobs: Option<usize>,
+    /// The same for the tokens of the prompt but the first
+    #[arg(long, value_name = "N", requires = "json")]
+    pub prompt_logprobs: Option<usize>,
 }
 
 /// The form that the answer must have. With thinking, it holds after it.

@@ -145,7 +145,8 @@ impl Talk<'_> {
         let options = chat::Options { effort: Some(self.effort) };
         let prompt = self.template.render(&conversation, &options)?;
         let prompt_tokens = prompt.len();
-        let params = engine::sampling(&self.args.sampling, None);
+        let tokenizer = engine::tokenizer(self.engine)?;
+        let params = engine::sampling(&self.args.sampling, tokenizer, None)?;
         let handle = match self.engine.submit(Request::tokens(prompt, params)) {
             Ok(handle) => handle,
             // The fault is this turn's: the talk goes on without it.
@@ -155,7 +156,6 @@ impl Talk<'_> {
                 return Ok(());
             }
         };
-        let tokenizer = engine::tokenizer(self.engine)?;
         let mut speech = Speech::new(tokenizer, self.effort.thinks());
         let mut printer = Printer::new(true);
         let answering = self.interrupt.answering();

@@ -7,6 +7,7 @@ use anyhow::Context;
 use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
 use deepinfer::request::SamplingParams;
 use deepinfer::settings::Settings;
+use deepinfer::tokenizer::Tokenizer;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
@@ -77,11 +78,22 @@ pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
 }
 
 /// Parameters of a request, with `max_tokens` where the command line has none.
-pub fn sampling(args: &SamplingArgs, max_tokens: Option<usize>) -> SamplingParams {
-    SamplingParams {
+pub fn sampling(
+    args: &SamplingArgs,
+    tokenizer: &Tokenizer,
+    max_tokens: Option<usize>,
+) -> Outcome<SamplingParams> {
+    let mut bad_words = Vec::new();
+    for word in &args.bad_words {
+        // A word inside a text usually stands after a space.
+        for text in [word.clone(), format!(" {word}")] {
+            bad_words.push(tokenizer.encode(&text).context("--bad-words")?);
+        }
+    }
+    Ok(SamplingParams {
         temperature: args.temperature,
         top_p: args.top_p,
-        top_k: args.top_k,
+        top_k: u32::try_from(args.top_k).unwrap_or(0),
         min_p: args.min_p,
         repetition_penalty: args.repetition_penalty,
         presence_penalty: args.presence_penalty,
@@ -89,13 +101,18 @@ pub fn sampling(args: &SamplingArgs, max_tokens: Option<usize>) -> SamplingParam
         seed: args.seed,
         max_tokens: args.max_tokens.map(NonZeroUsize::get).or(max_tokens),
         stop: args.stop.clone(),
+        stop_tokens: args.stop_token_ids.clone(),
         ignore_eos: args.ignore_eos,
+        min_tokens: args.min_tokens,
+        bad_words,
+        allowed_tokens: args.allowed_token_ids.clone(),
+        logit_bias: args.logit_bias.clone(),
         ..SamplingParams::default()
-    }
+    })
 }
 
 /// The tokenizer of a running engine: every command opens engines that have one.
-pub fn tokenizer(engine: &Engine) -> Outcome<&deepinfer::tokenizer::Tokenizer> {
+pub fn tokenizer(engine: &Engine) -> Outcome<&Tokenizer> {
     let tokenizer = engine.tokenizer().context("the engine has no tokenizer")?;
     Ok(tokenizer.as_ref())
 }

@@ -8,8 +8,9 @@ use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::engine::Engine;
 use deepinfer::metrics::Metrics;
-use deepinfer::request::{Completion, Event, Request, RequestHandle};
+use deepinfer::request::{Completion, Event, Request, RequestHandle, TokenLogprobs};
 use std::io::{IsTerminal, Read, Write};
+use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 /// Tokens to produce where the command line does not say.
@@ -28,8 +29,8 @@ pub fn run(args: &Generate) -> Outcome {
         .effort
         .parse()
         .map_err(|e: chat::ChatError| Failure::Usage(format!("--effort: {e}")))?;
-    let mut params = engine::sampling(&args.sampling, Some(MAX_TOKENS));
-    params.n = usize::from(args.n);
+    let (n, max_tokens) = (usize::from(args.n), args.sampling.max_tokens);
+    let max_tokens = max_tokens.map_or(MAX_TOKENS, NonZeroUsize::get);
     let grammar = form::grammar(&args.form)?;
     // A token is at least one byte; the chat format adds some tokens of its own.
     let most = match &input {
@@ -37,16 +38,19 @@ pub fn run(args: &Generate) -> Outcome {
         Input::Tokens(ids) => ids.len(),
     };
     let longest = open::checkpoint(&args.model)?.config().text_config.max_position_embeddings;
-    let room = most.saturating_add(params.max_tokens.unwrap_or(MAX_TOKENS)) + 512;
+    let room = most.saturating_add(max_tokens).saturating_add(512);
     let mut config = engine::single(&args.run, &args.draft, room.min(longest))?;
-    config.max_seqs = params.n;
-    config.kv_tokens *= params.n;
-    config.max_batch_tokens = config.max_batch_tokens.max(8 * params.n);
+    config.max_seqs = n;
+    config.kv_tokens *= n;
+    config.max_batch_tokens = config.max_batch_tokens.max(8 * n);
     let start = Instant::now();
     let engine = engine::start(&args.model, &config)?;
     let loaded = start.elapsed();
     let tokenizer = engine::tokenizer(&engine)?;
     let end = form::thinking_end(tokenizer, args.chat && effort.thinks())?;
+    let mut params = engine::sampling(&args.sampling, tokenizer, Some(max_tokens))?;
+    params.n = n;
+    (params.logprobs, params.prompt_logprobs) = (args.logprobs, args.prompt_logprobs);
     params.constraint = form::constraint(grammar, end)?;
     params.thinking_budget = form::budget(args.thinking_budget, end)?;
     let ids = match input {
@@ -104,6 +108,13 @@ pub fn run(args: &Generate) -> Outcome {
             "verified": usage.verified,
             "accepted": usage.accepted,
         });
+        if args.logprobs.is_some() {
+            let all = completion.tokens.iter().filter_map(|token| token.logprobs.as_ref());
+            found["logprobs"] = all.map(logprobs).collect();
+        }
+        if args.prompt_logprobs.is_some() {
+            found["prompt_logprobs"] = completion.prompt_logprobs.iter().map(logprobs).collect();
+        }
         // Several continuations run side by side: none has a time of its own.
         if handles.len() == 1 {
             found["drafts_by_position"] = drafts_by_position(engine.metrics()).into();
@@ -120,6 +131,11 @@ pub fn run(args: &Generate) -> Outcome {
         [one] => Ok(text::json(one)?),
         all => Ok(text::json(&all)?),
     }
+}
+
+/// A token, its log-probability, and the most probable tokens with theirs.
+fn logprobs(found: &TokenLogprobs) -> serde_json::Value {
+    serde_json::json!({"token": found.token, "logprob": found.logprob, "top": found.top})
 }
 
 /// Drafted, verified and accepted tokens at each position of a block.

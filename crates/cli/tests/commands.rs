@@ -77,6 +77,47 @@ fn the_same_seed_gives_the_same_tokens() {
 }
 
 #[test]
+fn sampling_options_count() {
+    let generate = |more: &[&str]| {
+        let mut args = vec!["generate", "--prompt", "Some text", "--max-tokens", "6", "--json"];
+        let model = tiny();
+        args.extend(["--model", &model, "--ignore-eos"]);
+        args.extend(more);
+        json(&run(&args))
+    };
+    let ids = |found: &serde_json::Value| -> Vec<u64> {
+        let ids = found["tokens"].as_array().expect("a list");
+        ids.iter().map(|id| id.as_u64().expect("an id")).collect()
+    };
+    let free = ids(&generate(&[]));
+    assert_eq!(free.len(), 6);
+    let third = free[2].to_string();
+    let end = 1 + free.iter().position(|&id| id == free[2]).expect("it is there");
+    assert_eq!(ids(&generate(&["--stop-token-ids", &third])), free[..end]);
+    let late = generate(&["--stop-token-ids", &third, "--min-tokens", "5"]);
+    assert!(ids(&late).len() > 5);
+    assert!(!ids(&generate(&["--logit-bias", &format!("{third}=-100")])).contains(&free[2]));
+    assert!(ids(&generate(&["--allowed-token-ids", "40,41"])).iter().all(|&id| id / 2 == 20));
+    let word = generate(&["--top-k", "-1", "--allowed-token-ids", "40"])["text"].clone();
+    let word = word.as_str().expect("text");
+    let banned = ids(&generate(&["--allowed-token-ids", "40,41", "--bad-words", &word[..1]]));
+    assert!(!banned.contains(&40), "{word:?}: {banned:?}");
+    let scored = generate(&["--logprobs", "2", "--prompt-logprobs", "0"]);
+    let tokens = scored["logprobs"].as_array().expect("a list");
+    assert_eq!(tokens.len(), 6);
+    for (token, id) in tokens.iter().zip(&free) {
+        assert_eq!(
+            (&token["token"], &token["top"][0][0]),
+            (&serde_json::json!(id), &serde_json::json!(id))
+        );
+        assert_eq!(token["top"].as_array().map(Vec::len), Some(2));
+        assert!(token["logprob"].as_f64().expect("a number") <= 0.0);
+    }
+    let prompt = scored["prompt_tokens"].as_u64().expect("a count") as usize;
+    assert_eq!(scored["prompt_logprobs"].as_array().map(Vec::len), Some(prompt - 1));
+}
+
+#[test]
 fn answers_have_the_form_asked_for() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str, text: &str| {
@@ -154,6 +195,8 @@ fn wrong_command_lines_say_what_to_do() {
         (&["generate", "--model", &tiny(), "--prompt", "a", "--draft", "99"], "99"),
         (&["generate", "--model", &tiny(), "--token-ids", "99999"], "99999"),
         (&["generate", "--model", &tiny(), "--prompt", "a", "--top-p", "7"], "top_p"),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--logit-bias", "x"], "ID=X"),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--top-k", "-2"], "-2"),
         (&["synth", "--out", "/tmp/x", "--preset", "huge"], "huge"),
         (&["plan", "--model", &tiny(), "--memory", "much"], "much"),
         (&["frobnicate"], "frobnicate"),
