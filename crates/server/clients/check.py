@@ -121,6 +121,11 @@ def responses():
                 text += event.delta
         assert text == stream.get_final_response().output_text
     assert last in ("response.completed", "response.incomplete"), last
+    if not PROXY:
+        asked = dict(model=MODEL, input="Say hello.")
+        assert OPENAI.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
+        (item,) = OPENAI.responses.input_items.list(first.id, order="asc", limit=5).data
+        assert item.content[0].text == "Say hello.", item
     OPENAI.responses.delete(first.id)
     try:
         OPENAI.responses.retrieve(first.id)

@@ -4,7 +4,6 @@ use axum::body::Body;
 use axum::http::{HeaderValue, Response, StatusCode, header};
 use deepinfer::grammar::CompileError;
 use deepinfer::request::RequestError;
-use deepseek_recipe::request::ConversionError;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -196,6 +195,13 @@ impl ApiError {
     }
 }
 
+/// Parameters of the engine that have other names in the protocols.
+const ENGINE_NAMES: [(&str, &str); 3] = [
+    ("stop_tokens", "stop_token_ids"),
+    ("allowed_tokens", "allowed_token_ids"),
+    ("prompt_logprobs", "echo"),
+];
+
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
         let message = error.to_string();
@@ -217,20 +223,13 @@ impl From<RequestError> for ApiError {
             RequestError::Stopped { .. } => Self::Unavailable { message },
             RequestError::UnknownToken { field, .. }
             | RequestError::OutOfRange { field, .. }
-            | RequestError::Unsupported { field, .. } => Self::invalid(field, message),
+            | RequestError::Unsupported { field, .. } => {
+                let own = ENGINE_NAMES.iter().find(|(engine, _)| *engine == field);
+                let name = own.map_or(field, |(_, name)| name);
+                Self::invalid(name, message.replacen(field, name, 1))
+            }
             RequestError::EmptyPrompt => Self::invalid("prompt", message),
             _ => Self::Invalid { param: None, message },
-        }
-    }
-}
-
-impl From<ConversionError> for ApiError {
-    fn from(error: ConversionError) -> Self {
-        match error {
-            ConversionError::BadRequest { detail } => {
-                Self::Invalid { param: None, message: detail }
-            }
-            ConversionError::Internal { detail } => Self::Internal { message: detail },
         }
     }
 }
@@ -258,6 +257,12 @@ mod tests {
         });
         let body = error.body(Shape::OpenAi);
         assert_eq!(body["error"]["param"], "top_p");
+        let field = "stop_tokens";
+        let error = ApiError::from(RequestError::UnknownToken { field, token: 900, vocab: 500 });
+        let body = error.body(Shape::OpenAi);
+        assert_eq!(body["error"]["param"], "stop_token_ids");
+        let message = body["error"]["message"].as_str().expect("text");
+        assert!(message.starts_with("stop_token_ids holds token id 900"), "{message}");
         assert_eq!(error.status(), StatusCode::BAD_REQUEST);
     }
 }

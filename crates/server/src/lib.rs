@@ -5,6 +5,7 @@
 mod app;
 mod chat;
 mod completions;
+mod convert;
 mod error;
 mod fields;
 mod form;

@@ -2,6 +2,7 @@
 
 use crate::app::{App, Call, new_id};
 use crate::chat::{blocking, count_end};
+use crate::convert::convert;
 use crate::error::{ApiError, Shape};
 use crate::fields::Fields;
 use crate::form::{self, Form, ToolRules};
@@ -17,7 +18,6 @@ use deepinfer::chat::Effort;
 use deepinfer::grammar::ToolChoice;
 use deepseek_recipe::anthropic::messages::response::MessagesChunkGenerator;
 use deepseek_recipe::anthropic::{MessagesRequest, MessagesResponse, MessagesStreamEvent};
-use deepseek_recipe::request::ProtocolRequest;
 use deepseek_recipe::response::{Accumulate, ProtocolResponse};
 use deepseek_recipe::stream::ChunkGenerator;
 use serde_json::{Map, Value, json};
@@ -76,9 +76,7 @@ impl Messages {
         take_context_management(&mut fields)?;
         fields.finish()?;
 
-        let request: MessagesRequest = serde_json::from_value(Value::Object(recipe))
-            .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
-        let converted = request.convert(turn::conversion())?;
+        let converted = convert::<MessagesRequest>(recipe, "messages")?;
         let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
         Ok(Self { model, turn: turn::prepare(app, converted, asked)?, stream })
     }

@@ -60,6 +60,12 @@ pub const OPERATIONS: &[Operation] = &[
          max_output_tokens reasoning tools tool_choice parallel_tool_calls text include \
          top_logprobs truncation structured_outputs",
     ),
+    post(
+        "/v1/responses/input_tokens",
+        "Tokens of a prompt",
+        "model input instructions previous_response_id reasoning tools tool_choice \
+         parallel_tool_calls text truncation structured_outputs",
+    ),
     get("/v1/responses/{id}", "A kept response"),
     Operation {
         method: "DELETE",

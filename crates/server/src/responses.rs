@@ -9,10 +9,11 @@ use crate::error::ApiError;
 use crate::load::Ended;
 use crate::output::{self, Part};
 use crate::sse;
+use crate::status::{limited, query};
 use crate::usage;
 use axum::body::{Body, Bytes};
 use axum::extract::{Extension, Path, State};
-use axum::http::Response;
+use axum::http::{Response, Uri};
 use deepseek_recipe::openai::responses::response::{ResponsesResponse, ResponsesStreamEvent};
 use deepseek_recipe::response::ProtocolResponse;
 use deepseek_recipe::stream::ChunkGenerator;
@@ -38,7 +39,7 @@ pub async fn create(
     let (reader, reader_owner, reader_id) = (app.clone(), owner.clone(), id.clone());
     let request = blocking(move || {
         let find = |id: &str| reader.store.get(id, reader_owner.as_deref());
-        Request::read(&reader, &reader_id, reader_owner.clone(), &body, find)
+        Request::read(&reader, &reader_id, reader_owner.clone(), &body, false, find)
     })
     .await?;
     let run = app.start("responses", &call, request.turn.job, &ticket)?;
@@ -247,6 +248,24 @@ async fn background(
     Ok(sse::json(&queued))
 }
 
+/// `POST /v1/responses/input_tokens`.
+pub async fn input_tokens(
+    State(app): State<Arc<App>>,
+    Extension(call): Extension<Call>,
+    body: Bytes,
+) -> Result<Response<Body>, ApiError> {
+    // Counting is work too: limits of keys hold.
+    let _ticket = app.ticket(&call)?;
+    let request = blocking(move || {
+        let owner = call.owner();
+        let find = |id: &str| app.store.get(id, owner.as_deref());
+        Request::read(&app, "", owner.clone(), &body, true, find)
+    })
+    .await?;
+    let input_tokens = request.turn.job.prompt.len();
+    Ok(sse::json(&json!({"object": "response.input_tokens", "input_tokens": input_tokens})))
+}
+
 fn find(app: &App, call: &Call, id: &str) -> Result<Stored, ApiError> {
     let owner = call.key.as_ref().map(|key| key.name.as_str());
     app.store.get(id, owner).ok_or_else(|| ApiError::NotFound {
@@ -264,14 +283,34 @@ pub async fn retrieve(
     Ok(sse::json(&find(&app, &call, &id)?.response))
 }
 
-/// `GET /v1/responses/{id}/input_items`.
+/// `GET /v1/responses/{id}/input_items`: the newest first, unless the query's `order` is `asc`.
 pub async fn input_items(
     State(app): State<Arc<App>>,
     Extension(call): Extension<Call>,
     Path(id): Path<String>,
+    uri: Uri,
 ) -> Result<Response<Body>, ApiError> {
     let stored = find(&app, &call, &id)?;
-    Ok(sse::json(&json!({"object": "list", "data": *stored.input, "has_more": false})))
+    let query = query(&uri)?;
+    let order = query.iter().find(|(name, _)| name == "order").map(|(_, order)| order.as_str());
+    let mut items = stored.input.to_vec();
+    match order {
+        Some("asc") => {}
+        None | Some("desc") => items.reverse(),
+        Some(other) => {
+            let message = format!("order: {other:?} is neither asc nor desc");
+            return Err(ApiError::invalid("order", message));
+        }
+    }
+    let (items, more) = limited(&uri, items)?;
+    let id = |item: Option<&Value>| item.map(|item| item["id"].clone());
+    Ok(sse::json(&json!({
+        "object": "list",
+        "first_id": id(items.first()),
+        "last_id": id(items.last()),
+        "data": items,
+        "has_more": more,
+    })))
 }
 
 /// `DELETE /v1/responses/{id}`.

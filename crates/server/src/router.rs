@@ -9,7 +9,7 @@ use crate::{chat, completions, messages, responses, sse, status, text};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, Response, header};
+use axum::http::{HeaderMap, HeaderValue, Method, Response, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
@@ -35,6 +35,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/input_tokens", post(responses::input_tokens))
         .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
@@ -120,6 +121,7 @@ async fn admit(
         true => None,
         false => Some(find_key(&app.config.keys, &parts.headers).ok_or(ApiError::Unauthorized)?),
     };
+    check_query(&parts.uri)?;
     let progress = wants_progress(&parts.headers)?;
     parts.extensions.insert(Call { id: id.to_owned(), key, progress, span });
     let body = match parts.method {
@@ -170,6 +172,28 @@ fn find_key(keys: &[Arc<Key>], headers: &HeaderMap) -> Option<Arc<Key>> {
     });
     let secret = bearer.or_else(|| headers.get("x-api-key").map(HeaderValue::as_bytes))?;
     Key::find(keys, secret)
+}
+
+/// Refuses query parameters that nothing reads.
+fn check_query(uri: &Uri) -> Result<(), ApiError> {
+    let path = uri.path();
+    if !path.starts_with("/v1/") {
+        return Ok(());
+    }
+    let known: &[&str] = match path {
+        "/v1/models" => &["limit"],
+        path if path.ends_with("/input_items") => &["limit", "order"],
+        // Marks what the client calls a trial of the same interface.
+        path if path.starts_with("/v1/messages") => &["beta"],
+        _ => &[],
+    };
+    for (name, _) in status::query(uri)? {
+        if !known.contains(&name.as_str()) {
+            let message = format!("the query parameter {name} is not known here");
+            return Err(ApiError::invalid(name, message));
+        }
+    }
+    Ok(())
 }
 
 /// Whether streams shall have progress events.

@@ -114,6 +114,16 @@ pub fn take_service_tier(fields: &mut Fields) -> Result<(), ApiError> {
     }
 }
 
+/// Takes `verbosity`: there is one; `instead` says how to ask for another.
+pub fn take_verbosity(fields: &mut Fields, instead: &str) -> Result<(), ApiError> {
+    match fields.take::<String>("verbosity")?.filter(|verbosity| verbosity != "medium") {
+        None => Ok(()),
+        Some(other) => {
+            Err(fields.invalid("verbosity", format!("{other:?} is not supported; {instead}")))
+        }
+    }
+}
+
 fn number(fields: &mut Fields, name: &str) -> Result<Option<f32>, ApiError> {
     let value: Option<f64> = fields.take(name)?;
     match value.map(|value| value as f32) {

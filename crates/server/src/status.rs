@@ -4,8 +4,8 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::sse;
 use axum::body::Body;
-use axum::extract::{Path, State};
-use axum::http::{HeaderValue, Response, StatusCode, header};
+use axum::extract::{Path, Query, State};
+use axum::http::{HeaderValue, Response, StatusCode, Uri, header};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,17 +24,38 @@ fn model(app: &App, name: &str) -> Value {
     })
 }
 
+/// Parameters of a query, in order.
+pub fn query(uri: &Uri) -> Result<Vec<(String, String)>, ApiError> {
+    match Query::try_from_uri(uri) {
+        Ok(Query(parameters)) => Ok(parameters),
+        Err(error) => Err(ApiError::Invalid { param: None, message: error.to_string() }),
+    }
+}
+
+/// A list as far as the query's `limit` goes: its first items, and whether there are more.
+pub fn limited<T>(uri: &Uri, mut items: Vec<T>) -> Result<(Vec<T>, bool), ApiError> {
+    let count = items.len();
+    if let Some((name, limit)) = query(uri)?.into_iter().find(|(name, _)| name == "limit") {
+        match limit.parse() {
+            Ok(limit) if limit > 0 => items.truncate(limit),
+            _ => return Err(ApiError::invalid(name, format!("limit: {limit:?} is no count"))),
+        }
+    }
+    let more = items.len() < count;
+    Ok((items, more))
+}
+
 /// `GET /v1/models`.
-pub async fn models(State(app): State<Arc<App>>) -> Response<Body> {
-    let names = &app.config.model_names;
+pub async fn models(State(app): State<Arc<App>>, uri: Uri) -> Result<Response<Body>, ApiError> {
+    let (names, more) = limited(&uri, app.config.model_names.iter().collect())?;
     let data: Vec<Value> = names.iter().map(|name| model(&app, name)).collect();
-    sse::json(&json!({
+    Ok(sse::json(&json!({
         "object": "list",
         "data": data,
-        "has_more": false,
+        "has_more": more,
         "first_id": names.first(),
         "last_id": names.last(),
-    }))
+    })))
 }
 
 /// `GET /v1/models/{name}`.

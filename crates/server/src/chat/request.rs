@@ -1,6 +1,7 @@
 //! The body of a Chat Completions request.
 
 use crate::app::App;
+use crate::convert::convert;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::form::{self, ToolRules};
@@ -9,7 +10,6 @@ use crate::turn::{self, Asked, RECIPE_MODEL, Turn};
 use deepinfer::chat::Effort;
 use deepinfer::grammar::ToolChoice;
 use deepseek_recipe::openai::ChatCompletionRequest;
-use deepseek_recipe::request::ProtocolRequest;
 use serde_json::{Map, Value, json};
 
 /// A request that can run.
@@ -69,7 +69,7 @@ impl ChatRequest {
             "there is no such thing here",
         )?;
         fields.refuse(&["store"], "nothing is stored here")?;
-        fields.refuse(&["verbosity"], "say it in a message")?;
+        sampling::take_verbosity(&mut fields, "say it in a message")?;
         if let Some(kinds) = fields.take::<Vec<String>>("modalities")?
             && kinds != ["text"]
         {
@@ -77,9 +77,7 @@ impl ChatRequest {
         }
         fields.finish()?;
 
-        let request: ChatCompletionRequest = serde_json::from_value(Value::Object(recipe))
-            .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
-        let converted = request.convert(turn::conversion())?;
+        let converted = convert::<ChatCompletionRequest>(recipe, "messages")?;
         let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
         let turn = turn::prepare(app, converted, asked)?;
         Ok(Self { model, turn, stream, include_usage })
@@ -185,6 +183,9 @@ fn take_messages(fields: &mut Fields, goes_on: bool) -> Result<Value, ApiError> 
             if name == "content" {
                 refuse_images(&value, &format!("{path}.content"))?;
             }
+            if name == "tool_calls" {
+                check_calls(&value, &format!("{path}.tool_calls"))?;
+            }
             if name == "tool_calls" && value.as_array().is_some_and(Vec::is_empty) {
                 continue;
             }
@@ -211,6 +212,21 @@ fn take_messages(fields: &mut Fields, goes_on: bool) -> Result<Value, ApiError> 
         out.push(Value::Object(recipe));
     }
     Ok(Value::Array(out))
+}
+
+/// Fields of earlier calls that would be ignored are refused by name.
+fn check_calls(calls: &Value, path: &str) -> Result<(), ApiError> {
+    for (i, call) in calls.as_array().into_iter().flatten().enumerate() {
+        let mut call = Fields::of_value(call.clone(), &format!("{path}[{i}]"))?;
+        // Clients that put a streamed answer together may leave its places in it.
+        call.discard(&["id", "type", "index"]);
+        if let Some(mut function) = call.object("function")? {
+            function.discard(&["name", "arguments"]);
+            function.finish()?;
+        }
+        call.finish()?;
+    }
+    Ok(())
 }
 
 /// Content parts that are not text are refused by name.

@@ -2,6 +2,7 @@
 
 use super::store::Stored;
 use crate::app::App;
+use crate::convert::convert;
 use crate::error::ApiError;
 use crate::fields::Fields;
 use crate::form::{self, Form, ToolRules};
@@ -33,16 +34,22 @@ pub struct Request {
 }
 
 impl Request {
-    /// Reads a body. `find` finds an earlier response.
+    /// Reads a body. `find` finds an earlier response. `counting`: only the prompt matters, and the
+    /// model need not be named.
     pub fn read(
         app: &App,
         id: &str,
         owner: Option<String>,
         body: &[u8],
+        counting: bool,
         find: impl Fn(&str) -> Option<Stored>,
     ) -> Result<Self, ApiError> {
         let mut fields = Fields::of_body(body)?;
-        let model: String = fields.require("model")?;
+        let model: String = match fields.take("model")? {
+            None if counting => app.model().to_owned(),
+            Some(model) => model,
+            None => return Err(fields.invalid("model", "this field is required")),
+        };
         app.check_model(&model)?;
         let stream = fields.take("stream")?.unwrap_or(false);
         let background = fields.take("background")?.unwrap_or(false);
@@ -102,9 +109,7 @@ impl Request {
         echo.insert("store".into(), json!(store));
         echo.insert("background".into(), json!(background));
 
-        let request: ResponsesRequest = serde_json::from_value(Value::Object(recipe))
-            .map_err(|error| ApiError::Invalid { param: None, message: error.to_string() })?;
-        let converted = request.convert(turn::conversion())?;
+        let converted = convert::<ResponsesRequest>(recipe, "input")?;
         let generator = ResponsesRequest::chunk_generator(&converted, id.to_owned(), model);
         let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
         let turn = turn::prepare(app, converted, asked)?;
@@ -176,7 +181,8 @@ fn take_input(
     match fields.value("input") {
         None => {}
         Some(Value::String(text)) => {
-            items.push(json!({"type": "message", "role": "user", "content": text}));
+            let content = json!([{"type": "input_text", "text": text}]);
+            items.push(json!({"type": "message", "role": "user", "content": content}));
         }
         Some(Value::Array(list)) => {
             for (i, item) in list.into_iter().enumerate() {
@@ -265,8 +271,17 @@ fn check_tool(
                 tool.remove("strict");
             }
         }
-        // Its format is a grammar, which only says how to write what the description asks for.
-        "custom" => fields.discard(&["name", "description", "format"]),
+        // The model knows this one; its own description and format take the place of the caller's.
+        "custom" => {
+            let name: String = fields.require("name")?;
+            if name != "apply_patch" {
+                let message = format!(
+                    "{name:?} is not supported: of custom tools only apply_patch is; declare a function"
+                );
+                return Err(fields.invalid("name", message));
+            }
+            fields.discard(&["description", "format"]);
+        }
         "namespace" => {
             let name: Option<String> = fields.take("name")?;
             fields.discard(&["description", "tools"]);
@@ -274,7 +289,13 @@ fn check_tool(
                 check_tool(tool, &format!("{path}.tools[{i}]"), name.as_deref(), strict)?;
             }
         }
-        "tool_search" => fields.discard(&["execution", "description", "parameters"]),
+        "tool_search" => {
+            if fields.take::<String>("execution")?.as_deref() != Some("client") {
+                let message = "tools are searched at the caller's side only: give client";
+                return Err(fields.invalid("execution", message));
+            }
+            fields.discard(&["description", "parameters"]);
+        }
         other => {
             return Err(fields.invalid("type", format!("{other:?} is not supported")));
         }
@@ -323,10 +344,7 @@ fn take_text(fields: &mut Fields, echo: &mut Map<String, Value>) -> Result<Optio
             echo.insert("text".into(), json!({"format": given}));
         }
         format = form::take_format(&mut text, "format")?;
-        if let Some(verbosity) = text.take::<String>("verbosity")?.filter(|v| v != "medium") {
-            let message = format!("{verbosity:?} is not supported; say it in the instructions");
-            return Err(text.invalid("verbosity", message));
-        }
+        sampling::take_verbosity(&mut text, "say it in the instructions")?;
         text.finish()?;
     }
     form::take_form(fields, "text.format", format)

@@ -101,6 +101,43 @@ async fn what_cannot_be_honoured_is_refused_by_name() {
     let odd = json!([{"role": "user", "content": "x", "colour": 1}]);
     assert_eq!(param(json!({"messages": odd})).await, "messages[0].colour");
     assert_eq!(param(json!({"continue_final_message": true})).await, "continue_final_message");
+    // What the protocol crate refuses has a name, too.
+    let message = |message: Value| json!({"messages": [{"role": "user", "content": "x"}, message]});
+    let call = |call: Value| message(json!({"role": "assistant", "tool_calls": [call]}));
+    for (extra, field) in [
+        (json!({"messages": []}), "messages"),
+        (message(json!({"role": "user", "content": 5})), "messages[1]"),
+        (message(json!({"role": "user"})), "messages[1]"),
+        (message(json!({"role": "judge", "content": "x"})), "messages[1].role"),
+        (message(json!({"role": "tool", "content": "x"})), "messages[1]"),
+        (message(json!({"role": "tool", "content": "x", "tool_call_id": "c"})), "messages"),
+        (call(json!({"id": "c", "type": "function"})), "messages[1]"),
+        (call(json!({"id": "c", "banana": 1})), "messages[1].tool_calls[0].banana"),
+        (
+            call(json!({"id": "c", "function": {"name": "f", "arguments": "{}", "x": 1}})),
+            "messages[1].tool_calls[0].function.x",
+        ),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+            "tools[0].function.name",
+        ),
+        (json!({"tools": [{"type": "function", "function": {"name": 5}}]}), "tools[0]"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
+            "tools",
+        ),
+        (json!({"verbosity": "low"}), "verbosity"),
+    ] {
+        let (status, body) = server.post(PATH, chat(extra)).await;
+        assert_eq!(
+            (status, &body["error"]["param"]),
+            (StatusCode::BAD_REQUEST, &json!(field)),
+            "{body}"
+        );
+        let text = body["error"]["message"].as_str().expect("text");
+        assert!(text.contains(field), "{text} does not name {field}");
+    }
+    server.ok(PATH, chat(json!({"verbosity": "medium"}))).await;
 
     let (status, body) = server.post(PATH, chat(json!({"model": "other"}))).await;
     assert_eq!(status, StatusCode::NOT_FOUND);

@@ -106,6 +106,8 @@ async fn models_and_unknown_paths() {
     let (status, text) = server.get("/v1/models").await;
     let models: Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!((status, &models["data"][0]["id"]), (StatusCode::OK, &json!("deepinfer")));
+    assert_eq!(server.get("/v1/models?limit=1").await.0, StatusCode::OK);
+    assert_eq!(server.get("/v1/models?after_id=x").await.0, StatusCode::BAD_REQUEST);
     assert_eq!(server.get("/v1/models/deepinfer").await.0, StatusCode::OK);
     assert_eq!(server.get("/v1/models/other").await.0, StatusCode::NOT_FOUND);
     assert_eq!(server.get("/nothing").await.0, StatusCode::NOT_FOUND);

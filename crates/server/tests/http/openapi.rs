@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 fn good_body(path: &str) -> Value {
     match path {
         "/v1/completions" => json!({"model": "deepinfer", "prompt": "p"}),
-        "/v1/responses" => json!({"model": "deepinfer", "input": "p"}),
+        "/v1/responses" | "/v1/responses/input_tokens" => {
+            json!({"model": "deepinfer", "input": "p"})
+        }
         "/tokenize" => json!({"prompt": "p"}),
         "/detokenize" => json!({"tokens": [1]}),
         path if path.starts_with("/v1/messages") => chat(json!({"max_tokens": 5})),

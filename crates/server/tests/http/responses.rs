@@ -122,14 +122,26 @@ async fn responses_are_kept_continued_and_deleted() {
         .map(|part| prompt.find(part).unwrap_or_else(|| panic!("{part} is not in {prompt}")))
         .collect();
     assert!(places.is_sorted());
-    let items = server
-        .get(&format!("{PATH}/{}/input_items", second["id"].as_str().expect("an id")))
-        .await
-        .1;
-    assert_eq!(
-        serde_json::from_str::<Value>(&items).expect("JSON")["data"].as_array().map(Vec::len),
-        Some(4)
-    );
+    let list = format!("{PATH}/{}/input_items", second["id"].as_str().expect("an id"));
+    let items = async |query: &str| -> Value {
+        let (status, text) = server.get(&format!("{list}{query}")).await;
+        assert_eq!(status, StatusCode::OK, "{text}");
+        serde_json::from_str(&text).expect("JSON")
+    };
+    let newest_first = items("").await;
+    let data = newest_first["data"].as_array().expect("a list");
+    assert_eq!((data.len(), &newest_first["has_more"]), (4, &json!(false)));
+    assert_eq!(data[0]["content"][0]["text"], "Second question");
+    let oldest = items("?order=asc&limit=1").await;
+    assert_eq!(oldest["data"], json!([data[3]]));
+    assert_eq!(oldest["has_more"], true);
+    for (query, name) in [("?order=up", "order"), ("?limit=0", "limit"), ("?after=x", "after")] {
+        let (status, text) = server.get(&format!("{list}{query}")).await;
+        let error: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!((status.as_u16(), &error["error"]["param"]), (400, &json!(name)), "{text}");
+    }
+    let (status, text) = server.get(&format!("{PATH}/{id}?stream=true")).await;
+    assert!(status == 400 && text.contains("stream is not known here"), "{text}");
 
     let delete =
         Request::delete(format!("{PATH}/{id}")).body(Default::default()).expect("a request");
@@ -209,6 +221,16 @@ async fn an_agents_session_is_accepted_and_unknown_items_are_named() {
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"include": ["file_search_call.results"]}), "include"),
         (json!({"input": null}), "input"),
+        (json!({"input": [{"role": "user", "content": 5}]}), "input[0]"),
+        (json!({"input": [{"role": "judge", "content": "x"}]}), "input[0]"),
+        (
+            json!({"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}),
+            "input[0].call_id",
+        ),
+        (json!({"tools": [{"type": "custom", "name": "sed"}]}), "tools[0].name"),
+        (json!({"tools": [{"type": "tool_search", "execution": "server"}]}), "tools[0].execution"),
+        (json!({"tools": [{"type": "function", "name": "a b"}]}), "tools[0].name"),
+        (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
         (json!({"background": true, "stream": true}), "background"),
         (json!({"banana": true}), "banana"),
     ] {
@@ -217,4 +239,32 @@ async fn an_agents_session_is_accepted_and_unknown_items_are_named() {
     let (status, gone) = server.post(PATH, body(json!({"previous_response_id": "resp_x"}))).await;
     assert_eq!(status, StatusCode::NOT_FOUND);
     assert_eq!(gone["error"]["param"], "previous_response_id");
+}
+
+#[tokio::test]
+async fn prompts_are_counted_without_being_run() {
+    let server = Server::saying(&format!("hm</think>First answer{EOS}"));
+    let count = async |asked: Value| {
+        let counted = server.ok("/v1/responses/input_tokens", asked).await;
+        assert_eq!(counted["object"], "response.input_tokens");
+        counted["input_tokens"].as_u64().expect("a number")
+    };
+    let asked = json!({
+        "input": "hi", "instructions": "Be brief.", "tools": responses_tools(),
+        "reasoning": {"effort": "none"},
+    });
+    // The model need not be named.
+    let counted = count(asked.clone()).await;
+    assert!(server.seen.lock().expect("not poisoned").is_empty(), "nothing has been run");
+    let first = server.ok(PATH, body(asked)).await;
+    assert_eq!(first["usage"]["input_tokens"], counted);
+    let next = json!({"input": "And now?", "previous_response_id": first["id"]});
+    let counted = count(next.clone()).await;
+    let second = server.ok(PATH, body(next)).await;
+    assert_eq!(second["usage"]["input_tokens"], counted);
+    let refused = async |extra| server.refused("/v1/responses/input_tokens", extra).await;
+    assert_eq!(refused(json!({})).await, "input");
+    assert_eq!(refused(body(json!({"banana": 1}))).await, "banana");
+    let (status, _) = server.get("/v1/responses/input_tokens").await;
+    assert_eq!(status, StatusCode::METHOD_NOT_ALLOWED);
 }
