@@ -1,16 +1,19 @@
 //! `deepinfer eval`: the demo model's tasks.
 
 mod drafts;
+mod likelihood;
 mod tasks;
 
 use crate::args::{Eval, Suite};
 use crate::failure::{Failure, Outcome};
+use crate::open::{AnyLoaded, Loaded};
 use crate::{conversation, demo, engine, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode};
 use deepinfer::request::{Request, SamplingParams};
 use deepinfer::tokenizer::Tokenizer;
+use deepinfer_device::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -27,6 +30,11 @@ struct Report {
     mean_accepted: Option<f64>,
     /// Distance between the mean confidence and the share of accepted drafts.
     confidence_error: Option<f64>,
+    /// Mean negative log likelihood of the tokens of fixed texts, in nats: prompts of at most
+    /// [`likelihood::LONGEST`] tokens, with their answers where the model does not think first.
+    nll: Option<f64>,
+    /// How many tokens that is the mean of.
+    nll_tokens: usize,
     /// Tasks that were not run, and why.
     not_run: BTreeMap<String, &'static str>,
 }
@@ -90,14 +98,15 @@ pub fn run(args: &Eval) -> Outcome {
     let results = engine.generate(requests, |p| bar.set_position(p.done as u64));
     bar.finish_and_clear();
     let mut scores: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-    let mut texts = Vec::new();
+    let (mut texts, mut fixed) = (Vec::new(), Vec::new());
     for ((item, result), prompt) in items.iter().zip(results).zip(prompts) {
         let completion = result.with_context(|| format!("task {}", item.id))?;
         let ids = completion.ids();
-        if item.draws_text()
-            && let deepinfer::request::Prompt::Tokens(prompt) = prompt
-        {
-            texts.push((prompt, ids.clone()));
+        if let deepinfer::request::Prompt::Tokens(prompt) = prompt {
+            fixed.push(likelihood::text(tokenizer, item, &prompt)?);
+            if item.draws_text() {
+                texts.push((prompt, ids.clone()));
+            }
         }
         if item.score == Score::None {
             continue;
@@ -107,7 +116,11 @@ pub fn run(args: &Eval) -> Outcome {
         entry.1 += usize::from(is_right(tokenizer, item, &ids, &completion.text));
     }
     drop(engine);
-    let drafts = drafts::measure(args, &texts)?;
+    let (drafts, likelihood) =
+        match open::any_model(&args.model, args.run.device, args.run.threads)? {
+            AnyLoaded::Cpu(loaded) => replay(args, &loaded, &texts, &fixed)?,
+            AnyLoaded::Cuda(loaded) => replay(args, &loaded, &texts, &fixed)?,
+        };
     let tasks = scores
         .into_iter()
         .map(|(name, (n, correct))| TaskScore {
@@ -126,6 +139,8 @@ pub fn run(args: &Eval) -> Outcome {
         tasks,
         mean_accepted: drafts.as_ref().map(|d| d.mean_accepted),
         confidence_error: drafts.as_ref().map(|d| d.confidence_error),
+        nll: likelihood.mean(),
+        nll_tokens: likelihood.tokens,
         not_run,
     };
     if args.json {
@@ -134,6 +149,17 @@ pub fn run(args: &Eval) -> Outcome {
         print(&report)?
     }
     Ok(())
+}
+
+/// What is measured with the model itself, without the engine.
+fn replay<D: Device>(
+    args: &Eval,
+    loaded: &Loaded<D>,
+    texts: &[(Vec<u32>, Vec<u32>)],
+    fixed: &[Vec<u32>],
+) -> Outcome<(Option<drafts::Drafts>, likelihood::Likelihood)> {
+    let drafts = drafts::measure(args, loaded, texts)?;
+    Ok((drafts, likelihood::measure(args, loaded, fixed)?))
 }
 
 fn effort(item: &Item) -> Outcome<Effort> {
@@ -199,6 +225,9 @@ fn print(report: &Report) -> std::io::Result<()> {
     text::table(&rows)?;
     if let (Some(accepted), Some(error)) = (report.mean_accepted, report.confidence_error) {
         println!("\ndrafts accepted a block: {accepted:.2}; confidence error: {error:.3}");
+    }
+    if let Some(nll) = report.nll {
+        println!("negative log likelihood of {} tokens: {nll:.5} nats each", report.nll_tokens);
     }
     for (task, reason) in &report.not_run {
         println!("{task}: not run, {reason}");

@@ -3,7 +3,7 @@
 
 use crate::cache::{CacheFormat, Caches, Geometry};
 use crate::model::draft::{DraftChoice, DraftScratch, Drafts};
-use crate::model::{Batch, Limits, Model, Probe, Scratch};
+use crate::model::{Batch, Limits, Model, NoProbe, Probe, Scratch};
 use crate::plan::{DraftSequence, PlanSequence, StepPlan};
 use deepinfer_device::Device;
 use deepinfer_device::ops::{Result, SampleRow};
@@ -100,6 +100,26 @@ impl<D: Device> Session<D> {
             .collect()
     }
 
+    /// Runs `text` in `slot`, which is empty: the negative log likelihoods of its tokens from the
+    /// second on, each given those before it, in nats.
+    pub fn nll(
+        &mut self,
+        slot: usize,
+        text: &[u32],
+        probe: &mut impl Probe<D>,
+    ) -> Result<Vec<f64>> {
+        let (mut found, most) = (Vec::new(), self.batch.limits().rows.max(1));
+        let inputs = &text[..text.len().saturating_sub(1)];
+        for (i, part) in inputs.chunks(most).enumerate() {
+            let outputs: Vec<u32> = (0..part.len() as u32).collect();
+            let plan = StepPlan { sequences: vec![self.extend(slot, part, &outputs)] };
+            let logits = self.run(&plan, probe)?;
+            let next = &text[i * most + 1..];
+            found.extend(logits.iter().zip(next).map(|(row, &token)| surprise(row, token)));
+        }
+        Ok(found)
+    }
+
     /// Proposes `block` tokens after `token` in every slot of `sequences` (slot, token).
     ///
     /// # Panics
@@ -109,6 +129,20 @@ impl<D: Device> Session<D> {
         sequences: &[(usize, u32)],
         block: usize,
         choice: &mut impl DraftChoice<D>,
+    ) -> Result<Drafts> {
+        self.draft_probed(sequences, block, choice, &mut NoProbe)
+    }
+
+    /// The same, with a look at the draft stages.
+    ///
+    /// # Panics
+    /// As [`Session::draft`].
+    pub fn draft_probed(
+        &mut self,
+        sequences: &[(usize, u32)],
+        block: usize,
+        choice: &mut impl DraftChoice<D>,
+        probe: &mut impl Probe<D>,
     ) -> Result<Drafts> {
         let plan: Vec<DraftSequence> = sequences
             .iter()
@@ -120,7 +154,7 @@ impl<D: Device> Session<D> {
             })
             .collect();
         let drafts = self.drafts.as_mut().expect("the model has draft stages");
-        self.model.draft_block(
+        self.model.draft_block_probed(
             &self.device,
             &plan,
             block,
@@ -129,8 +163,16 @@ impl<D: Device> Session<D> {
             &mut self.scratch,
             drafts,
             choice,
+            probe,
         )
     }
+}
+
+/// Negative log likelihood of a token, in nats.
+fn surprise(logits: &[f32], token: u32) -> f64 {
+    let largest = logits.iter().fold(f64::NEG_INFINITY, |m, &x| m.max(f64::from(x)));
+    let sum: f64 = logits.iter().map(|&x| (f64::from(x) - largest).exp()).sum();
+    sum.ln() + largest - f64::from(logits[token as usize])
 }
 
 /// Drafts the most probable token.
@@ -141,5 +183,17 @@ impl<D: Device> DraftChoice<D> for GreedyDrafts {
         let n = s.sequences;
         let rows = vec![SampleRow::greedy(); n];
         device.sample(&s.logits, s.vocab, &rows, &mut s.previous)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn surprise_is_a_log_likelihood() {
+        assert!((surprise(&[0.0; 8], 3) - 8f64.ln()).abs() < 1e-12);
+        let likely = surprise(&[1000.0, 1001.0], 1);
+        assert!((likely - (1.0 + (-1f64).exp()).ln()).abs() < 1e-12);
     }
 }

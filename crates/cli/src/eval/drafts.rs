@@ -2,7 +2,7 @@
 
 use crate::args::Eval;
 use crate::failure::Outcome;
-use crate::open::{self, AnyLoaded, Loaded};
+use crate::open::{self, Loaded};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::{GreedyDrafts, Session};
@@ -19,21 +19,13 @@ pub struct Drafts {
 
 /// Replays `texts` (prompt, what the model wrote). `None` if the model does not draft, or there is
 /// nothing to replay.
-pub fn measure(args: &Eval, texts: &[(Vec<u32>, Vec<u32>)]) -> Outcome<Option<Drafts>> {
-    let longest = texts.iter().map(|(prompt, made)| prompt.len() + made.len()).max();
-    let Some(longest) = longest else { return Ok(None) };
-    match open::any_model(&args.model, args.run.device, args.run.threads)? {
-        AnyLoaded::Cpu(loaded) => replay(args, &loaded, texts, longest),
-        AnyLoaded::Cuda(loaded) => replay(args, &loaded, texts, longest),
-    }
-}
-
-fn replay<D: Device>(
+pub fn measure<D: Device>(
     args: &Eval,
     loaded: &Loaded<D>,
     texts: &[(Vec<u32>, Vec<u32>)],
-    longest: usize,
 ) -> Outcome<Option<Drafts>> {
+    let longest = texts.iter().map(|(prompt, made)| prompt.len() + made.len()).max();
+    let Some(longest) = longest else { return Ok(None) };
     let Some(draft) = &loaded.model.draft else { return Ok(None) };
     let block = draft.block;
     let (device, model) = (loaded.device.clone(), loaded.model.clone());

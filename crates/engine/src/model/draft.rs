@@ -5,6 +5,7 @@ use super::Model;
 use super::attention::Attention;
 use super::batch::{Batch, Limits};
 use super::experts::Experts;
+use super::probe::{NoProbe, Probe};
 use super::scratch::Scratch;
 use super::streams::Site;
 use crate::cache::Caches;
@@ -110,22 +111,25 @@ pub trait DraftChoice<D: Device> {
 
 impl<D: Device> DraftModel<D> {
     /// Stores the draft rows of the step's rows: every stage's key of the features that the target
-    /// layers left in `s.features`. Runs after the last layer of a step.
+    /// layers left in `s.features`. Runs after the last of a step's `layers` layers.
     pub fn publish(
         &self,
         device: &D,
+        layers: usize,
         caches: &mut Caches<D>,
         batch: &Batch<D>,
         s: &mut Scratch<D>,
+        probe: &mut impl Probe<D>,
     ) -> Result<()> {
         let set = batch.set();
         let rows = set.map.rows;
         let hidden = s.shape.hidden;
         device.linear(&s.features, &self.main_proj, rows, &mut s.collapsed)?;
         device.rms_norm(&s.collapsed, &self.main_norm, self.eps, hidden, rows, &mut s.x)?;
-        for (stage, ring) in self.stages.iter().zip(&mut caches.draft_windows) {
+        for (i, (stage, ring)) in self.stages.iter().zip(&mut caches.draft_windows).enumerate() {
             device.linear(&s.x, &stage.attention.wkv, rows, &mut s.kv_raw)?;
             stage.attention.window_keys(device, set, rows, s)?;
+            probe.window_keys(device, layers + i, rows, s)?;
             let width = s.formats.window.row_bytes(stage.attention.shape.head_dim);
             device.scatter_rows(&s.fresh, width, &set.ring_rows, rows, ring)?;
         }
@@ -151,6 +155,26 @@ impl<D: Device> Model<D> {
         drafts: &mut DraftScratch<D>,
         choice: &mut impl DraftChoice<D>,
     ) -> Result<Drafts> {
+        let probe = &mut NoProbe;
+        self.draft_block_probed(device, sequences, block, caches, batch, s, drafts, choice, probe)
+    }
+
+    /// The same, with a look at the stages: they count on from the last layer.
+    ///
+    /// # Panics
+    /// As [`Model::draft_block`].
+    pub fn draft_block_probed(
+        &self,
+        device: &D,
+        sequences: &[DraftSequence],
+        block: usize,
+        caches: &Caches<D>,
+        batch: &mut Batch<D>,
+        s: &mut Scratch<D>,
+        drafts: &mut DraftScratch<D>,
+        choice: &mut impl DraftChoice<D>,
+        probe: &mut impl Probe<D>,
+    ) -> Result<Drafts> {
         let model = self.draft.as_ref().expect("the checkpoint has draft stages");
         assert!(block <= model.block, "a block proposes at most {} tokens", model.block);
         batch.prepare_draft(device, self, sequences, block, model.noise)?;
@@ -158,8 +182,9 @@ impl<D: Device> Model<D> {
         device.embed(&self.embed, &batch.tokens, rows, &mut s.x)?;
         device.streams_start(&s.x, &s.shape, rows, &mut s.streams)?;
         s.reset_pre(device, rows)?;
-        for (stage, ring) in model.stages.iter().zip(&caches.draft_windows) {
-            stage.forward(device, ring, caches.ring_len, batch, s)?;
+        for (i, (stage, ring)) in model.stages.iter().zip(&caches.draft_windows).enumerate() {
+            let l = self.layers.len() + i;
+            stage.forward(device, l, ring, caches.ring_len, batch, s, probe)?;
         }
         let hidden = s.shape.hidden;
         let raw = &mut drafts.raw_hidden;
@@ -226,22 +251,30 @@ impl<D: Device> Stage<D> {
     pub fn forward(
         &self,
         device: &D,
+        l: usize,
         ring: &D::Buffer<u8>,
         ring_len: usize,
         batch: &Batch<D>,
         s: &mut Scratch<D>,
+        probe: &mut impl Probe<D>,
     ) -> Result<()> {
         let set = batch.set();
         let rows = set.map.rows;
+        probe.before_layer(device, l, rows, s)?;
         self.attention_site.enter(device, rows, s)?;
         self.attention_site.mix(device, rows, s)?;
         self.attention.project(device, set, s)?;
+        probe.window_keys(device, l, rows, s)?;
         self.attention.attend_rows(device, ring, ring_len, None, set, s)?;
+        probe.attention_out(device, l, rows, s)?;
         self.attention_site.leave(device, rows, s)?;
         self.experts_site.enter(device, rows, s)?;
         self.experts_site.mix(device, rows, s)?;
         self.experts.route(device, set, rows, s)?;
+        probe.routed(device, l, rows, s)?;
         self.experts.forward(device, rows, s)?;
-        self.experts_site.leave(device, rows, s)
+        probe.experts_out(device, l, rows, s)?;
+        self.experts_site.leave(device, rows, s)?;
+        probe.after_layer(device, l, rows, s)
     }
 }

@@ -56,7 +56,7 @@ impl<D: Device> Model<D> {
         layer.attention_site.enter(device, rows, s)?;
         if let Some(source) = &layer.attention.source {
             source.publish(device, l, caches, batch, s)?;
-            probe.published(device, l, caches, batch)?;
+            probe.published(device, l, caches, batch, s)?;
         }
         if layer.depth == Some(0) {
             batch.enter_decoder(device, 0, s)?;
@@ -64,8 +64,9 @@ impl<D: Device> Model<D> {
         let rows = batch.rows_now();
         layer.attention_site.mix(device, rows, s)?;
         layer.attention.project(device, batch.set(), s)?;
+        probe.window_keys(device, l, rows, s)?;
         if let Some(indexer) = &layer.attention.indexer {
-            select::select(device, indexer, caches, batch.set(), s)?;
+            select::select(device, indexer, l, caches, batch.set(), s, probe)?;
             probe.selected(device, l, rows, indexer, s)?;
         }
         layer.attention.attend(device, caches, l, batch.set(), s)?;

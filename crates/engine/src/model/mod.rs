@@ -73,7 +73,7 @@ impl<D: Device> Model<D> {
             self.layer_forward(device, layer, caches, batch, scratch, probe)?;
         }
         if let Some(draft) = &self.draft {
-            draft.publish(device, caches, batch, scratch)?;
+            draft.publish(device, self.layers.len(), caches, batch, scratch, probe)?;
         }
         self.output(device, batch, scratch, probe)?;
         Ok(batch.outputs)

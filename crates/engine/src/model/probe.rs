@@ -31,13 +31,38 @@ pub trait Probe<D: Device> {
     ) -> Result<()> {
         Ok(())
     }
-    /// After a source layer has stored its compressed rows and index keys.
+    /// After a source layer has stored its compressed rows and index keys: `s.latent` and `s.key`
+    /// hold them as computed.
     fn published(
         &mut self,
         _d: &D,
         _layer: usize,
         _caches: &mut Caches<D>,
         _batch: &Batch<D>,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// Window keys of the step's rows: `s.kv` as computed, `s.fresh` as stored. For draft stages,
+    /// the keys of the step's features in [`Model::forward`](super::Model::forward), those of the
+    /// block in [`Model::draft_block_probed`](super::Model::draft_block_probed).
+    fn window_keys(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _s: &mut Scratch<D>,
+    ) -> Result<()> {
+        Ok(())
+    }
+    /// Index queries, before they are rounded to the format of index keys: `s.index_q`.
+    fn index_queries(
+        &mut self,
+        _d: &D,
+        _layer: usize,
+        _rows: usize,
+        _indexer: &Indexer<D>,
+        _s: &mut Scratch<D>,
     ) -> Result<()> {
         Ok(())
     }

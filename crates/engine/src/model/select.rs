@@ -1,6 +1,7 @@
 //! Which compressed rows a query attends to.
 
 use super::batch::RowSet;
+use super::probe::Probe;
 use super::scratch::Scratch;
 use crate::cache::Caches;
 use deepinfer_device::Device;
@@ -37,19 +38,22 @@ pub struct Indexer<D: Device> {
     pub role: CandidateRole,
 }
 
-/// `scratch.selected` = the chosen rows of every query of `set`.
+/// `scratch.selected` = the chosen rows of every query of `set`, in layer `layer`.
 pub fn select<D: Device>(
     device: &D,
     indexer: &Indexer<D>,
+    layer: usize,
     caches: &Caches<D>,
     set: &RowSet<D>,
     s: &mut Scratch<D>,
+    probe: &mut impl Probe<D>,
 ) -> Result<()> {
     let rows = set.map.rows;
     let (heads, dim) = (indexer.heads, indexer.dim);
     device.linear(&s.qr, &indexer.wq_b, rows, &mut s.index_q)?;
     let angles = set.angles(true);
     device.rope(&mut s.index_q, angles, heads, dim, indexer.rope_dims, false, rows)?;
+    probe.index_queries(device, layer, rows, indexer, s)?;
     device.round_rows(&mut s.index_q, dim, s.formats.index, rows * heads)?;
     let factor = (dim as f32).powf(-0.5) * (heads as f32).powf(-0.5);
     device.linear_f32(&s.x, &indexer.weights, factor, rows, &mut s.index_weights)?;

@@ -4,16 +4,19 @@ use super::force::{Choice, Excused};
 use super::record::{LayerRecord, Recorder};
 use super::report::{Check, Tally};
 use super::tolerance::Tolerances;
-use super::{Reference, VerifyError};
+use super::{Reference, Variant, VerifyError};
 use crate::config::TextConfig;
 use std::collections::BTreeSet;
 
 /// What is compared with what.
+#[derive(Clone)]
 pub(super) struct Pass<'a> {
     pub reference: &'a Reference,
     pub config: &'a TextConfig,
     /// Heading of the lines.
     pub variant: &'static str,
+    /// The same for the lines about draft stages, where those are compared one by one.
+    pub drafts: &'static str,
     /// Name of the prompt, for the lines.
     pub prompt: String,
     /// What the tensor names start with.
@@ -32,6 +35,12 @@ pub(super) struct Pass<'a> {
 type Get = fn(&LayerRecord) -> &[f32];
 
 impl Pass<'_> {
+    /// The same for a forced run, which all positions take part in.
+    pub fn forced(self, name: &'static str, variant: Variant) -> Self {
+        let tolerances = Tolerances::forced(variant);
+        Self { variant: name, limit: self.rows, tolerances, ..self }
+    }
+
     /// Lines of everything that a pass computes, in the order of computation.
     pub fn compare(
         &self,

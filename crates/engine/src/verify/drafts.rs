@@ -1,15 +1,87 @@
 //! Draft blocks at the reference's anchors.
 
 use super::compare::Pass;
-use super::reference::Continuation;
-use super::run::Runner;
+use super::force::Forcer;
+use super::record::Recorder;
+use super::reference::{Continuation, DraftBlock};
+use super::run::{Drafted, Runner};
+use super::trace::Forced;
 use super::{Lengths, Verifier, VerifyError};
 use crate::model::{Probe, Scratch};
 use deepinfer_device::Device;
-use deepinfer_device::ops::Result;
+use std::sync::Arc;
 
-/// Runs the tokens before each anchor, drafts, and compares. With `features` (`[rows, width]`) the
-/// draft stages read those instead of what the backbone computed.
+/// One draft block: what the stages computed, and what came out.
+pub(super) struct DraftTrace {
+    /// Tokens before the block.
+    pub anchor: usize,
+    /// The stages' keys of those tokens.
+    pub context: Recorder,
+    /// The stages.
+    pub stages: Recorder,
+    /// The block.
+    pub drafted: Drafted,
+}
+
+/// What the stages start from; nothing is replaced that is not there.
+#[derive(Clone, Copy, Default)]
+pub(super) struct DraftStart<'a> {
+    /// `[rows, targets * H]`, instead of what the backbone computed.
+    pub features: Option<&'a [f32]>,
+    /// A block on another device: its stages' inputs.
+    pub block: Option<&'a DraftTrace>,
+}
+
+/// Runs the tokens before the block's anchor, and drafts. `None` if the checkpoint has no draft
+/// stages.
+pub(super) fn run<D: Device>(
+    runner: &mut Runner<D>,
+    pass: &Pass<'_>,
+    ids: &[u32],
+    block: &DraftBlock,
+    start: DraftStart<'_>,
+) -> Result<Option<DraftTrace>, VerifyError> {
+    let c = pass.config;
+    let (anchor, n) = (block.anchor_position, block.draft.len());
+    let model = runner.session.model.clone();
+    let shared = Arc::new(c.clone());
+    let width = c.dspark_target_layer_ids.len() * c.hidden_size;
+    let mut context = Forced::default();
+    if let Some(other) = start.block {
+        let stages = (c.num_hidden_layers..).zip(&other.context.context);
+        context.window.extend(stages.map(|(l, rows)| (l, rows.decoded())));
+    }
+    let mut probe = Context {
+        features: start.features.map(|f| &f[..anchor * width]),
+        last: c.num_hidden_layers - 1,
+        stages: Forcer::new(shared.clone(), model.layers(), Recorder::keys(c), &context, None),
+    };
+    runner.restart();
+    runner.run(&ids[..anchor], Vec::new(), &mut probe)?;
+    let context = probe.stages.recorder;
+    let forced =
+        start.block.map_or_else(Forced::default, |other| Forced::recorded(&other.stages, n, c));
+    let mut probe = Forcer::new(shared, model.layers(), Recorder::drafts(c), &forced, None);
+    let drafted = runner.draft(block.anchor_token, &block.draft, &mut probe)?;
+    let stages = probe.recorder;
+    Ok(drafted.map(|drafted| DraftTrace { anchor, context, stages, drafted }))
+}
+
+/// Whether the block can be run.
+pub(super) fn check(pass: &Pass<'_>, block: &DraftBlock, rows: usize) -> Result<(), VerifyError> {
+    let (c, anchor, n) = (pass.config, block.anchor_position, block.draft.len());
+    let fits = anchor <= rows && n <= c.dspark_block_size && n > 0;
+    if fits && block.draft.iter().all(|&id| (id as usize) < c.vocab_size) {
+        return Ok(());
+    }
+    Err(VerifyError::Prompt {
+        name: pass.prompt.clone(),
+        reason: format!("the draft block at anchor {anchor} does not fit the checkpoint"),
+    })
+}
+
+/// Runs every block and compares it with the reference. With `features` the draft stages read
+/// those instead of what the backbone computed. Returns the blocks.
 pub(super) fn compare<D: Device>(
     verifier: &mut Verifier<'_, D>,
     runner: &mut Runner<D>,
@@ -18,7 +90,7 @@ pub(super) fn compare<D: Device>(
     next: &Continuation,
     lengths: &Lengths,
     features: Option<&[f32]>,
-) -> std::result::Result<(), VerifyError> {
+) -> Result<Vec<DraftTrace>, VerifyError> {
     let t = &pass.tolerances;
     let mut tokens = pass.sets("drafts");
     let mut hidden = pass.numbers("draft_hidden", t.draft_hidden);
@@ -27,28 +99,20 @@ pub(super) fn compare<D: Device>(
     let mut confidence = pass.numbers("confidence", t.confidence);
     let (h, vocab) = (pass.config.hidden_size, pass.config.vocab_size);
     let mut unstable = 0;
+    let mut traces = Vec::new();
     for block in &next.dspark {
         let (anchor, n) = (block.anchor_position, block.draft.len());
         if anchor > lengths.limit {
             unstable += 1;
             continue;
         }
-        let fits = anchor <= lengths.rows && n <= pass.config.dspark_block_size && n > 0;
-        if !fits || block.draft.iter().any(|&id| id as usize >= vocab) {
-            return Err(VerifyError::Prompt {
-                name: pass.prompt.clone(),
-                reason: format!("the draft block at anchor {anchor} does not fit the checkpoint"),
-            });
-        }
-        runner.restart();
-        let width = pass.config.dspark_target_layer_ids.len() * h;
-        let last = pass.config.num_hidden_layers - 1;
-        let features = features.map(|f| &f[..anchor * width]);
-        runner.run(&ids[..anchor], Vec::new(), &mut Features { features, last })?;
-        let Some(own) = runner.draft(block.anchor_token, &block.draft)? else {
+        check(pass, block, lengths.rows)?;
+        let start = DraftStart { features, block: None };
+        let Some(trace) = run(runner, pass, ids, block, start)? else {
             tokens.note("the checkpoint has no draft stages");
             break;
         };
+        let own = &trace.drafted;
         for (i, (&own, &expected)) in own.tokens.iter().zip(&block.draft).enumerate() {
             let gap = block.argmax_gap.get(i).copied().unwrap_or(f64::INFINITY);
             if own != expected && gap <= 2.0 * t.logits {
@@ -84,6 +148,7 @@ pub(super) fn compare<D: Device>(
             confidence
                 .floats(&own.confidence, &reference, |i| format!("anchor {anchor} draft {i}"));
         }
+        traces.push(trace);
     }
     let mut checks = [tokens, hidden, base, logits, confidence];
     for tally in &mut checks {
@@ -99,20 +164,40 @@ pub(super) fn compare<D: Device>(
         }
     }
     verifier.report.checks.extend(checks.map(|tally| tally.check()));
-    Ok(())
+    Ok(traces)
 }
 
-/// Replaces what the draft stages read.
-struct Features<'a> {
+/// The pass over the tokens before a block: what the stages read of it.
+struct Context<'a, D: Device> {
     features: Option<&'a [f32]>,
     last: usize,
+    stages: Forcer<'a, D>,
 }
 
-impl<D: Device> Probe<D> for Features<'_> {
-    fn after_layer(&mut self, d: &D, l: usize, _rows: usize, s: &mut Scratch<D>) -> Result<()> {
+impl<D: Device> Probe<D> for Context<'_, D> {
+    fn after_layer(
+        &mut self,
+        d: &D,
+        l: usize,
+        _rows: usize,
+        s: &mut Scratch<D>,
+    ) -> deepinfer_device::ops::Result<()> {
         match self.features {
             Some(features) if l == self.last => d.upload_act(features, &mut s.features, 0),
             _ => Ok(()),
+        }
+    }
+
+    fn window_keys(
+        &mut self,
+        d: &D,
+        l: usize,
+        rows: usize,
+        s: &mut Scratch<D>,
+    ) -> deepinfer_device::ops::Result<()> {
+        match l > self.last {
+            true => self.stages.window_keys(d, l, rows, s),
+            false => Ok(()),
         }
     }
 }

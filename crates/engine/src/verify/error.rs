@@ -79,6 +79,9 @@ pub enum VerifyError {
         /// Why not.
         reason: String,
     },
+    /// The device stores activations in bf16, and free runs ask for f32.
+    #[error("the device stores activations in bf16: it is compared beside the CPU, layer by layer")]
+    Rounds,
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),

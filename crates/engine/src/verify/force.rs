@@ -1,13 +1,13 @@
 //! A probe that makes every layer start from the reference's values: streams, `pre`, published
 //! rows, and the choices of rows and experts. What the model itself computed is recorded first.
 
-use super::VerifyError;
-use super::record::{Recorder, acts, plain};
-use super::reference::Reference;
+use super::record::{Recorder, Rows, acts, plain};
+use super::trace::{Forced, blocks_of};
 use crate::cache::Caches;
 use crate::config::TextConfig;
 use crate::model::{Batch, CandidateRole, Indexer, Layer, Probe, Scratch};
 use deepinfer_device::Device;
+use deepinfer_device::RowFormat;
 use deepinfer_device::ops::{ABSENT, Result};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
@@ -26,80 +26,13 @@ pub(super) enum Choice {
 /// Choices (kind, layer, position) whose difference is within the error of the scores.
 pub(super) type Excused = HashSet<(Choice, usize, usize)>;
 
-/// The reference's values of one prompt, by layer; absent ones are not forced.
-#[derive(Default)]
-pub(super) struct Forced {
-    /// Positions of `streams`.
-    pub stream_positions: Vec<usize>,
-    /// Streams at a layer's END, `[positions, S, H]`.
-    pub streams: BTreeMap<usize, Vec<f32>>,
-    /// `pre` at a layer's end, `[rows, S]`.
-    pub pre: BTreeMap<usize, Vec<f32>>,
-    /// Compressed rows, decoded.
-    pub compressed: BTreeMap<usize, Vec<f32>>,
-    /// Index keys, decoded.
-    pub keys: BTreeMap<usize, Vec<f32>>,
-    /// Chosen rows, one set a position.
-    pub selected: BTreeMap<usize, Vec<BTreeSet<u32>>>,
-    /// Candidate rows, one set a position.
-    pub candidates: BTreeMap<usize, Vec<BTreeSet<u32>>>,
-    /// Chosen experts, `[rows, k]`.
-    pub experts: BTreeMap<usize, Vec<u32>>,
-    /// Their weights.
-    pub weights: BTreeMap<usize, Vec<f32>>,
-    /// Draft features, `[rows, targets * H]`.
-    pub features: Vec<f32>,
-}
-
-impl Forced {
-    /// Reads what the reference has under `prefix` for a prompt of `rows` rows.
-    pub fn read(
-        reference: &Reference,
-        c: &TextConfig,
-        pass: &super::compare::Pass<'_>,
-    ) -> std::result::Result<Self, VerifyError> {
-        let (prefix, rows) = (pass.prefix.as_str(), pass.rows);
-        let (h, s, k) = (c.hidden_size, c.hc_mult, c.num_experts_per_tok);
-        let positions = pass.stream_positions.clone();
-        let floats = |quantity: &str, shape: &dyn Fn(usize) -> Vec<usize>| {
-            let base = format!("{prefix}.{quantity}");
-            let read = |l| Ok((l, reference.floats(&format!("{base}.{l}"), &shape(l))?));
-            let layers = reference.layers(&base).into_iter();
-            layers.map(read).collect::<std::result::Result<_, VerifyError>>()
-        };
-        let published = |l: usize| rows / c.compress_ratios.get(l).copied().unwrap_or(1).max(1);
-        let sets = |quantity: &str| reference.layers(&format!("{prefix}.{quantity}"));
-        let features = format!("{prefix}.dspark.features");
-        Ok(Self {
-            streams: floats("streams", &|_| vec![positions.len(), s, h])?,
-            pre: floats("pre_mix", &|_| vec![rows, s])?,
-            compressed: floats("compressed_kv", &|l| vec![published(l), c.head_dim])?,
-            keys: floats("index_keys", &|l| vec![published(l), c.index_head_dim])?,
-            selected: sets("topk")
-                .into_iter()
-                .map(|l| Ok((l, pass.selection(prefix, l)?)))
-                .collect::<std::result::Result<_, VerifyError>>()?,
-            candidates: sets("candidates")
-                .into_iter()
-                .map(|l| Ok((l, pass.candidate_mask(prefix, l)?)))
-                .collect::<std::result::Result<_, VerifyError>>()?,
-            experts: sets("experts")
-                .into_iter()
-                .map(|l| {
-                    let ids = reference.integers(&format!("{prefix}.experts.{l}"), &[rows, k])?;
-                    Ok((l, ids.into_iter().map(|i| i as u32).collect()))
-                })
-                .collect::<std::result::Result<_, VerifyError>>()?,
-            weights: floats("expert_weights", &|_| vec![rows, k])?,
-            features: match reference.contains(&features) {
-                true => {
-                    reference.floats(&features, &[rows, c.dspark_target_layer_ids.len() * h])?
-                }
-                false => Vec::new(),
-            },
-            stream_positions: positions,
-        })
-    }
+/// How far scores of choices may be off.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ScoreError {
+    /// Relative to the largest score of its row.
+    pub relative: f64,
+    /// Index queries are rounded to a cache format.
+    pub rounded: bool,
 }
 
 /// The probe.
@@ -108,36 +41,46 @@ pub(super) struct Forcer<'a, D: Device> {
     pub recorder: Recorder,
     /// Differences within the error of the scores.
     pub excused: Excused,
-    /// Own compressed rows and index keys `(layer, keys)`, as stored.
-    pub published: BTreeMap<(usize, bool), Vec<f32>>,
     layers: &'a [Layer<D>],
     config: Arc<TextConfig>,
     forced: &'a Forced,
-    /// Error of a score relative to the largest one.
-    score_error: f64,
-    /// Index queries are rounded.
-    rounded: bool,
+    /// With it, choices that differ are looked at.
+    score_error: Option<ScoreError>,
     keys: BTreeMap<usize, Vec<f32>>,
 }
 
 impl<'a, D: Device> Forcer<'a, D> {
+    /// `layers` are those of the backbone; `recorder` says which layers are walked.
     pub fn new(
         config: Arc<TextConfig>,
         layers: &'a [Layer<D>],
+        recorder: Recorder,
         forced: &'a Forced,
-        score_error: f64,
-        rounded: bool,
+        score_error: Option<ScoreError>,
     ) -> Self {
         Self {
-            recorder: Recorder::new(&config),
+            recorder,
             excused: Excused::new(),
-            published: BTreeMap::new(),
             layers,
             config,
             forced,
             score_error,
-            rounded,
             keys: BTreeMap::new(),
+        }
+    }
+
+    /// Makes layer `l` start from the values.
+    fn force(&self, d: &D, l: usize, s: &mut Scratch<D>) -> Result<()> {
+        let Some(before) = l.checked_sub(1) else { return Ok(()) };
+        let width = s.shape.streams * s.shape.hidden;
+        if let Some(streams) = self.forced.streams.get(&before) {
+            for (i, &p) in self.forced.stream_positions.iter().enumerate() {
+                d.upload_act(&streams[i * width..][..width], &mut s.streams, p * width)?;
+            }
+        }
+        match self.forced.pre.get(&before) {
+            Some(pre) => d.upload(pre, &mut s.mix.pre, 0),
+            None => Ok(()),
         }
     }
 
@@ -167,7 +110,9 @@ impl<'a, D: Device> Forcer<'a, D> {
     ) -> Result<()> {
         let (heads, dim, k) = (indexer.heads, indexer.dim, indexer.k);
         let ratio = self.config.compress_ratios[indexer.owner].max(1);
-        let Some(keys) = self.keys.get(&indexer.owner) else { return Ok(()) };
+        let (Some(keys), Some(allowed)) = (self.keys.get(&indexer.owner), self.score_error) else {
+            return Ok(());
+        };
         let q = acts(d, &s.index_q, rows * heads * dim)?;
         let weights = plain(d, &s.index_weights, rows * heads)?;
         let own = plain(d, &s.selected, rows * k)?;
@@ -203,8 +148,8 @@ impl<'a, D: Device> Forcer<'a, D> {
                 (0..heads).map(head).fold(0.0, f64::max)
             };
             let error = |a: u32, b: u32| {
-                let rounded = if self.rounded { step(a, b) } else { 0.0 };
-                self.score_error * scale + rounded
+                let rounded = if allowed.rounded { step(a, b) } else { 0.0 };
+                allowed.relative * scale + rounded
             };
             if let Some(reference) = self.forced.selected.get(&l) {
                 let set: BTreeSet<u32> =
@@ -243,7 +188,10 @@ impl<'a, D: Device> Forcer<'a, D> {
     }
 
     fn check_experts(&mut self, d: &D, l: usize, rows: usize, s: &Scratch<D>) -> Result<()> {
-        let Some(reference) = self.forced.experts.get(&l) else { return Ok(()) };
+        let (Some(reference), Some(allowed)) = (self.forced.experts.get(&l), self.score_error)
+        else {
+            return Ok(());
+        };
         let experts = &self.layers[l].experts;
         let (k, n) = (experts.k, experts.count);
         let gate = plain(d, &s.gate, rows * n)?;
@@ -258,7 +206,7 @@ impl<'a, D: Device> Forcer<'a, D> {
                 x.exp().ln_1p().sqrt() + f64::from(bias[e as usize])
             };
             let scale = (0..n as u32).map(|e| score(e).abs()).fold(0.0, f64::max);
-            let error = |_: u32, _: u32| self.score_error * scale;
+            let error = |_: u32, _: u32| allowed.relative * scale;
             if set != expected && self.excusable(&set, &expected, score, error) {
                 found.push((Choice::Experts, l, p));
             }
@@ -266,11 +214,6 @@ impl<'a, D: Device> Forcer<'a, D> {
         self.excused.extend(found);
         Ok(())
     }
-}
-
-/// Blocks that hold at least one of the visible `rows`.
-fn blocks_of(rows: &BTreeSet<u32>, size: u32, visible: u32) -> BTreeSet<u32> {
-    rows.iter().filter(|&&row| row < visible).map(|row| row / size).collect()
 }
 
 /// Rows of sets as a `[rows, k]` buffer: ascending, absent ones at the end.
@@ -282,45 +225,23 @@ fn index_rows(sets: &[BTreeSet<u32>], k: usize) -> Vec<u32> {
     out
 }
 
-/// Reads what a source layer has stored, and replaces it.
-fn replace_rows<D: Device>(
+/// `values` in their stored form; `scratch` holds at least as many.
+fn encode<D: Device>(
     d: &D,
-    caches: &mut Caches<D>,
-    layer: usize,
-    keys: bool,
-    reference: Option<&Vec<f32>>,
-    tokens: usize,
-) -> Result<Vec<f32>> {
-    let paged = if keys { caches.index_keys(layer) } else { caches.compressed(layer) };
-    let Some(paged) = paged else { return Ok(Vec::new()) };
-    let (width, format, rows) = (paged.width, paged.format, tokens / paged.ratio);
-    let mut values = d.alloc::<D::Act>(rows * width)?;
-    d.decode_rows(paged.cache, width, format, rows, &mut values)?;
-    let own = acts(d, &values, rows * width)?;
-    if let Some(reference) = reference {
-        let mut encoded = d.alloc::<u8>(rows * format.row_bytes(width))?;
-        d.upload_act(reference, &mut values, 0)?;
-        d.encode_rows(&values, width, format, rows, &mut encoded)?;
-        let source = caches.source_mut(layer);
-        let cache = if keys { &mut source.keys } else { &mut source.rows };
-        d.copy(&encoded, 0, cache, 0, rows * format.row_bytes(width))?;
-    }
-    Ok(own)
+    values: &[f32],
+    width: usize,
+    format: RowFormat,
+    scratch: &mut D::Buffer<D::Act>,
+    out: &mut D::Buffer<u8>,
+) -> Result<()> {
+    d.upload_act(values, scratch, 0)?;
+    d.encode_rows(scratch, width, format, values.len() / width.max(1), out)
 }
 
 impl<D: Device> Probe<D> for Forcer<'_, D> {
-    fn before_layer(&mut self, d: &D, l: usize, _rows: usize, s: &mut Scratch<D>) -> Result<()> {
-        let Some(before) = l.checked_sub(1) else { return Ok(()) };
-        let width = s.shape.streams * s.shape.hidden;
-        if let Some(streams) = self.forced.streams.get(&before) {
-            for (i, &p) in self.forced.stream_positions.iter().enumerate() {
-                d.upload_act(&streams[i * width..][..width], &mut s.streams, p * width)?;
-            }
-        }
-        if let Some(pre) = self.forced.pre.get(&before) {
-            d.upload(pre, &mut s.mix.pre, 0)?;
-        }
-        Ok(())
+    fn before_layer(&mut self, d: &D, l: usize, rows: usize, s: &mut Scratch<D>) -> Result<()> {
+        self.force(d, l, s)?;
+        self.recorder.before_layer(d, l, rows, s)
     }
 
     fn after_memory(&mut self, d: &D, l: usize, rows: usize, s: &mut Scratch<D>) -> Result<()> {
@@ -333,18 +254,49 @@ impl<D: Device> Probe<D> for Forcer<'_, D> {
         l: usize,
         caches: &mut Caches<D>,
         batch: &Batch<D>,
+        s: &mut Scratch<D>,
     ) -> Result<()> {
+        self.recorder.published(d, l, caches, batch, s)?;
         // The session's only slot owns the pages from 0 on, in order, and the step starts at 0.
-        for keys in [false, true] {
-            let reference = if keys { &self.forced.keys } else { &self.forced.compressed };
-            let own = replace_rows(d, caches, l, keys, reference.get(&l), batch.rows)?;
-            if keys {
-                let stored = reference.get(&l).unwrap_or(&own);
-                self.keys.insert(l, stored.clone());
-            }
-            self.published.insert((l, keys), own);
+        if let (Some(paged), Some(values)) = (caches.compressed(l), self.forced.compressed.get(&l))
+        {
+            let (width, format) = (paged.width, paged.format);
+            encode(d, values, width, format, &mut s.latent, &mut caches.source_mut(l).rows)?;
         }
+        if let (Some(paged), Some(values)) = (caches.index_keys(l), self.forced.keys.get(&l)) {
+            let (width, format) = (paged.width, paged.format);
+            encode(d, values, width, format, &mut s.key, &mut caches.source_mut(l).keys)?;
+        }
+        let own = self.recorder.layers[l].keys.as_ref();
+        let stored = self.forced.keys.get(&l).cloned().or(own.map(Rows::decoded));
+        self.keys.extend(stored.map(|keys| (l, keys)));
         Ok(())
+    }
+
+    fn window_keys(&mut self, d: &D, l: usize, rows: usize, s: &mut Scratch<D>) -> Result<()> {
+        self.recorder.window_keys(d, l, rows, s)?;
+        match self.forced.window.get(&l) {
+            Some(values) => {
+                let width = self.config.head_dim;
+                encode(d, values, width, s.formats.window, &mut s.kv, &mut s.fresh)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn index_queries(
+        &mut self,
+        d: &D,
+        l: usize,
+        rows: usize,
+        indexer: &Indexer<D>,
+        s: &mut Scratch<D>,
+    ) -> Result<()> {
+        self.recorder.index_queries(d, l, rows, indexer, s)?;
+        match self.forced.queries.get(&l) {
+            Some(values) => d.upload_act(values, &mut s.index_q, 0),
+            None => Ok(()),
+        }
     }
 
     fn selected(
@@ -396,15 +348,15 @@ impl<D: Device> Probe<D> for Forcer<'_, D> {
 
     fn after_layer(&mut self, d: &D, l: usize, rows: usize, s: &mut Scratch<D>) -> Result<()> {
         self.recorder.after_layer(d, l, rows, s)?;
-        if l + 1 < self.recorder.layers.len() {
+        if l + 1 < self.recorder.end() {
             return Ok(());
         }
-        // The head and the draft stages start from the reference, too.
-        self.before_layer(d, l + 1, rows, s)?;
-        if !self.forced.features.is_empty() {
-            d.upload_act(&self.forced.features, &mut s.features, 0)?;
+        // What follows the last layer starts from the values, too.
+        self.force(d, l + 1, s)?;
+        match self.forced.features.is_empty() {
+            true => Ok(()),
+            false => d.upload_act(&self.forced.features, &mut s.features, 0),
         }
-        Ok(())
     }
 
     fn hidden(&mut self, d: &D, outputs: usize, hidden: &mut D::Buffer<D::Act>) -> Result<()> {
@@ -420,6 +372,5 @@ mod tests {
     fn sets_become_ascending_rows_with_absent_ends() {
         let sets = [BTreeSet::from([5, 1]), BTreeSet::new()];
         assert_eq!(index_rows(&sets, 3), [1, 5, ABSENT, ABSENT, ABSENT, ABSENT]);
-        assert_eq!(blocks_of(&BTreeSet::from([0, 3, 9]), 4, 9), BTreeSet::from([0]));
     }
 }

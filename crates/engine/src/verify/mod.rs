@@ -5,6 +5,11 @@
 //! greedily and drafts at the reference's anchors. A forced run makes each layer start from the
 //! reference's values (`force`), so that one layer's error is seen alone: for positions that no
 //! two roundings of the arithmetic agree on, and for devices of lower precision.
+//!
+//! A device that stores activations in bf16 is compared by forced runs only ([`verify_rounding`]).
+//! Before it the CPU makes the same run, compared with the reference as ever, and so gives what
+//! references do not hold ([`trace`]): then every layer and every draft stage starts from given
+//! values, and what it adds is judged alone ([`updates`]).
 
 mod compare;
 mod drafts;
@@ -13,24 +18,29 @@ mod force;
 mod record;
 mod reference;
 mod report;
+mod rounding;
 mod run;
 mod tolerance;
+mod trace;
+mod updates;
 mod vision;
 
 pub use error::VerifyError;
 pub use reference::{Continuation, DraftBlock, Index, Prompt, Reference, VisionPrompt};
 pub use report::{Check, Report, Status};
+pub use rounding::verify_rounding;
 
 use crate::cache::CacheFormat;
 use crate::model::Model;
 use compare::Pass;
 use deepinfer_device::{Device, RowFormat};
-use force::{Excused, Forced, Forcer};
-use record::Recorder;
+use force::{Excused, Forcer, ScoreError};
+use record::{Recorder, Rows};
 use report::Tally;
 use run::{Runner, argmax};
 use std::sync::Arc;
 use tolerance::Tolerances;
+use trace::{Forced, Trace};
 
 /// Which half of a reference is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +67,20 @@ impl Variant {
         }
     }
 
+    fn drafts_name(self) -> &'static str {
+        match self {
+            Variant::F32 => "f32/drafts",
+            Variant::Quantized => "quantized/drafts",
+        }
+    }
+
+    fn cpu_name(self) -> &'static str {
+        match self {
+            Variant::F32 => "f32/cpu",
+            Variant::Quantized => "quantized/cpu",
+        }
+    }
+
     fn cache_format(self) -> CacheFormat {
         match self {
             Variant::F32 => CacheFormat::Exact,
@@ -77,7 +101,8 @@ pub struct Options {
 /// Called with the prompts done, the prompts in all, and what is next.
 pub type Progress<'a> = &'a mut dyn FnMut(usize, usize, &str);
 
-/// Runs every prompt of `reference` and compares.
+/// Runs every prompt of `reference` and compares. The device computes with f32 activations
+/// ([`runs_free`]); for others there is [`verify_rounding`].
 pub fn verify<D: Device>(
     device: &Arc<D>,
     model: &Arc<Model<D>>,
@@ -86,6 +111,9 @@ pub fn verify<D: Device>(
     progress: Progress<'_>,
 ) -> Result<Report, VerifyError> {
     let mut verifier = Verifier { device, model, reference, report: Report::default() };
+    if !runs_free(&**device) {
+        return Err(VerifyError::Rounds);
+    }
     let index = &reference.index;
     let total = options.variants.len() * (index.prompts.len() + index.vision.len());
     let mut done = 0;
@@ -124,7 +152,7 @@ struct Lengths {
     limit: usize,
 }
 
-impl<D: Device> Verifier<'_, D> {
+impl<'a, D: Device> Verifier<'a, D> {
     fn runner(&self, variant: Variant) -> Result<Runner<D>, VerifyError> {
         let index = &self.reference.index;
         let longest = |p: &Prompt| {
@@ -166,26 +194,26 @@ impl<D: Device> Verifier<'_, D> {
             .collect()
     }
 
-    fn prompt(
+    /// What is compared for a prompt, in a free run, and what follows the prompt; `None`, with a
+    /// line that says so, if the reference does not have it.
+    fn pass<'p>(
         &mut self,
-        runner: &mut Runner<D>,
         variant: Variant,
-        prompt: &Prompt,
-        forced_only: bool,
-    ) -> Result<(), VerifyError> {
+        prompt: &'p Prompt,
+    ) -> Result<Option<(Pass<'a>, &'p Continuation)>, VerifyError> {
         let name = &prompt.name;
-        let empty = Continuation::default();
         let continuation = match variant {
             Variant::F32 => prompt.f32.as_ref(),
             Variant::Quantized => prompt.quantized.as_ref(),
         };
-        let next = continuation.unwrap_or(&empty);
         let rows = prompt.ids.len();
-        let limit = next.first_unstable_position.unwrap_or(rows);
-        let mut pass = Pass {
+        let limit = continuation.and_then(|next| next.first_unstable_position).unwrap_or(rows);
+        let model: &'a Model<D> = self.model;
+        let pass = Pass {
             reference: self.reference,
-            config: &self.model.config.text_config,
+            config: &model.config.text_config,
             variant: variant.name(),
+            drafts: variant.drafts_name(),
             prompt: name.clone(),
             prefix: format!("{}.{name}", variant.name()),
             rows,
@@ -200,19 +228,28 @@ impl<D: Device> Verifier<'_, D> {
             let mut tally = pass.sets("prompt");
             tally.note("not in the reference");
             self.report.checks.push(tally.check());
-            return Ok(());
         }
+        Ok(continuation.map(|next| (pass, next)))
+    }
+
+    fn prompt(
+        &mut self,
+        runner: &mut Runner<D>,
+        variant: Variant,
+        prompt: &Prompt,
+        forced_only: bool,
+    ) -> Result<(), VerifyError> {
+        let Some((pass, next)) = self.pass(variant, prompt)? else { return Ok(()) };
         let free = self.report.checks.len();
         if !forced_only {
             self.free(runner, &pass, &prompt.ids, next)?;
         }
         let crossed = self.report.checks[free..].iter().any(Check::may_have_crossed);
         let between = self.report.checks.len();
-        if forced_only || limit < rows || (variant == Variant::Quantized && crossed) {
-            pass.variant = variant.forced_name();
-            pass.tolerances = Tolerances::forced(variant, self.device.exact_rows());
+        let unstable = pass.limit < pass.rows;
+        if forced_only || unstable || (variant == Variant::Quantized && crossed) {
             // Where everything can be compared freely, the forced run says nothing more.
-            pass.limit = rows;
+            let pass = pass.forced(variant.forced_name(), variant);
             self.forced(runner, pass, &prompt.ids, Vec::new(), next)?;
         }
         let checks = &mut self.report.checks;
@@ -253,9 +290,11 @@ impl<D: Device> Verifier<'_, D> {
         bits.note("own results: bits in chunks of 1 and 7 against one pass");
         self.report.checks.push(bits.check());
         let lengths = Lengths { rows, limit: pass.limit };
-        drafts::compare(self, runner, pass, ids, next, &lengths, None)
+        drafts::compare(self, runner, pass, ids, next, &lengths, None).map(drop)
     }
 
+    /// Compares what every layer makes of the reference's values. Returns everything about the
+    /// prompt.
     fn forced(
         &mut self,
         runner: &mut Runner<D>,
@@ -263,20 +302,27 @@ impl<D: Device> Verifier<'_, D> {
         ids: &[u32],
         embeddings: Vec<f32>,
         next: &Continuation,
-    ) -> Result<(), VerifyError> {
+    ) -> Result<Trace, VerifyError> {
         let forced = Forced::read(self.reference, pass.config, &pass)?;
         let config = Arc::new(pass.config.clone());
         let layers = self.model.layers();
-        let rounded = runner.session.caches.formats.index != self.device.exact_rows();
-        let error = pass.tolerances.score;
-        let mut probe = Forcer::new(config, layers, &forced, error, rounded);
+        let error = ScoreError {
+            relative: pass.tolerances.score,
+            rounded: runner.session.caches.formats.index != self.device.exact_rows(),
+        };
+        let recorder = Recorder::new(pass.config);
+        let mut probe = Forcer::new(config, layers, recorder, &forced, Some(error));
         runner.restart();
         let logits = runner.run(ids, embeddings, &mut probe)?;
         pass.excused = std::mem::take(&mut probe.excused);
-        let own = std::mem::take(&mut probe.published);
-        let published = |layer, keys| Ok(own.get(&(layer, keys)).cloned().unwrap_or_default());
+        let own = probe.recorder;
+        let published = |layer: usize, keys| {
+            let layer = &own.layers[layer];
+            let rows = if keys { &layer.keys } else { &layer.compressed };
+            Ok(rows.as_ref().map(Rows::decoded).unwrap_or_default())
+        };
         let before = self.report.checks.len();
-        pass.compare(&probe.recorder, &published, &logits, &mut self.report.checks)?;
+        pass.compare(&own, &published, &logits, &mut self.report.checks)?;
         if pass.stream_positions.len() < pass.rows {
             for check in &mut self.report.checks[before..] {
                 let sparse = format!(
@@ -292,7 +338,8 @@ impl<D: Device> Verifier<'_, D> {
         }
         let lengths = Lengths { rows: ids.len(), limit: ids.len() };
         let features = (!forced.features.is_empty()).then_some(forced.features.as_slice());
-        drafts::compare(self, runner, &pass, ids, next, &lengths, features)
+        let drafts = drafts::compare(self, runner, &pass, ids, next, &lengths, features)?;
+        Trace::new(&pass, forced, own, logits, drafts)
     }
 
     /// Greedy continuation by decode steps, along the reference's tokens.

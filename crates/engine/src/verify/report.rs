@@ -1,6 +1,8 @@
 //! What a comparison found: one line for each prompt, cache format and quantity.
 
+use super::tolerance::rounded;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Outcome of one line.
@@ -34,8 +36,14 @@ pub struct Check {
     pub max_error: Option<f64>,
     /// Allowed difference, for numbers.
     pub tolerance: Option<f64>,
-    /// Root of the mean squared error over that of the reference, for numbers.
+    /// Root of the mean squared error over that of the reference, for numbers. Where layers are
+    /// judged one by one, the largest.
     pub relative_rms: Option<f64>,
+    /// Mean error with signs, along the axis and along the number itself, over the root mean square
+    /// of the reference: the largest of the layers. On devices that round.
+    pub relative_bias: Option<f64>,
+    /// Share of the reference's choices that are the same, where not all must be.
+    pub overlap: Option<f64>,
     /// Where the largest difference is.
     pub worst: Option<String>,
     /// The first place outside the tolerance, in the order of computation.
@@ -97,6 +105,11 @@ pub struct Tally {
     outside: u64,
     max_error: f64,
     squares: (f64, f64),
+    /// Largest relative root-mean-square error and bias of a layer, where layers are judged alone.
+    layers: Option<(f64, f64)>,
+    /// Share of choices that must be the same.
+    least_overlap: Option<f64>,
+    failed: bool,
     worst: Option<String>,
     first: Option<String>,
     notes: Vec<String>,
@@ -128,6 +141,9 @@ impl Tally {
             outside: 0,
             max_error: 0.0,
             squares: (0.0, 0.0),
+            layers: None,
+            least_overlap: None,
+            failed: false,
             worst: None,
             first: None,
             notes: Vec::new(),
@@ -165,6 +181,94 @@ impl Tally {
         self.compared += own.len() as u64;
     }
 
+    /// Judges what one layer adds, by the bounds for devices that round: `own` and `expected` are
+    /// its results, `before` what it started from (zeros if empty). `together` numbers share their
+    /// errors, as the streams of a row do. Differences are relative to the update.
+    pub fn update(
+        &mut self,
+        what: &str,
+        own: &[f32],
+        expected: &[f32],
+        before: &[f32],
+        together: usize,
+        place: impl Fn(usize) -> String,
+    ) {
+        use rounded::{BIAS, CHANCE, PEAK, RMS, ULPS};
+        assert_eq!(own.len(), expected.len(), "{}: lengths", self.quantity);
+        if own.is_empty() {
+            return;
+        }
+        let number = |x: &[f32], i: usize| x.get(i).map_or(0.0, |&x| f64::from(x));
+        let count = own.len() as f64;
+        let (mut squares, mut update, mut axis, mut along) = (0.0, 0.0, 0.0, 0.0);
+        for i in 0..own.len() {
+            let error = number(own, i) - number(expected, i);
+            let added = number(expected, i) - number(before, i);
+            squares += error * error;
+            update += added * added;
+            axis += error;
+            along += error * if added == 0.0 { 0.0 } else { added.signum() };
+        }
+        let size = (update / count).sqrt().max(f64::MIN_POSITIVE);
+        let rms = (squares / count).sqrt() / size;
+        let bias = axis.abs().max(along.abs()) / count / size;
+        let independent = count / together as f64;
+        let chance = CHANCE * rms / independent.sqrt();
+        let most = RMS * (1.0 + CHANCE / (2.0 * independent).sqrt());
+        let mut worst = (0.0, 0);
+        for i in 0..own.len() {
+            let error = (number(own, i) - number(expected, i)).abs();
+            let allowed = PEAK * RMS * size + ULPS * number(expected, i).abs();
+            // What is allowed for the number itself is no error of the update.
+            let over = (error - ULPS * number(expected, i).abs()).max(0.0) / size;
+            if over > worst.0 {
+                worst = (over, i);
+            }
+            if error.is_nan() || error > allowed {
+                self.outside += 1;
+                self.failed = true;
+                let text = format!("{} instead of {}", number(own, i), number(expected, i));
+                self.first.get_or_insert_with(|| format!("{}: {text}", place(i)));
+            }
+        }
+        if worst.0 > self.max_error {
+            self.max_error = worst.0;
+            self.worst = Some(place(worst.1));
+        }
+        if rms.is_nan() || rms > most {
+            self.failed = true;
+            let text = format!("{what}: relative rms {rms:.2e}, and {most:.2e} is allowed");
+            self.first.get_or_insert(text);
+        }
+        if bias.is_nan() || bias > BIAS + chance {
+            self.failed = true;
+            let allowed = BIAS + chance;
+            let text = format!("{what}: bias {bias:.2e}, and {allowed:.1e} is allowed");
+            self.first.get_or_insert(text);
+        }
+        let (most, bent) = self.layers.unwrap_or_default();
+        let larger = |a: f64, b: f64| if b.is_nan() || b > a { b } else { a };
+        self.layers = Some((larger(most, rms), larger(bent, bias)));
+        self.compared += own.len() as u64;
+    }
+
+    /// Counts the members of a set that another one shares; in all, a share of `least` must be.
+    pub fn overlap(
+        &mut self,
+        own: &BTreeSet<u32>,
+        expected: &BTreeSet<u32>,
+        difference: impl FnOnce() -> String,
+    ) {
+        let all = own.len().max(expected.len());
+        let other = all - own.intersection(expected).count();
+        self.least_overlap = Some(rounded::OVERLAP);
+        self.compared += all as u64;
+        self.outside += other as u64;
+        if other > 0 {
+            self.first.get_or_insert_with(difference);
+        }
+    }
+
     /// Counts one thing that is equal or not.
     pub fn equal(&mut self, equal: bool, difference: impl FnOnce() -> String) {
         self.compared += 1;
@@ -187,11 +291,14 @@ impl Tally {
     /// Closes the line.
     pub fn check(self) -> Check {
         let rms = (self.squares.0 / self.squares.1.max(f64::MIN_POSITIVE)).sqrt();
-        let allowed = (self.allowed_outside * self.compared as f64).floor() as u64;
+        let share = self.least_overlap.map_or(self.allowed_outside, |least| 1.0 - least);
+        let allowed = (share * self.compared as f64).floor() as u64;
+        let same = 1.0 - self.outside as f64 / self.compared.max(1) as f64;
         let numbers = self.tolerance.is_some() && self.compared > 0;
         let status = if self.compared == 0 {
             Status::NotCompared
-        } else if self.outside > allowed
+        } else if self.failed
+            || self.outside > allowed
             || (numbers && (rms > self.allowed_rms || self.max_error.is_infinite()))
         {
             Status::Fail
@@ -208,7 +315,9 @@ impl Tally {
             outside: self.outside,
             max_error: numbers.then_some(self.max_error),
             tolerance: self.tolerance,
-            relative_rms: numbers.then_some(rms),
+            relative_rms: numbers.then_some(self.layers.map_or(rms, |l| l.0)),
+            relative_bias: self.layers.map(|l| l.1),
+            overlap: (self.least_overlap.is_some() && self.compared > 0).then_some(same),
             worst: self.worst,
             first: self.first,
             note,
@@ -229,8 +338,16 @@ impl fmt::Display for Report {
         let (narrow, wide) = (width(|g| g.0.len()).max(6), width(|g| g.1.len()).max(8));
         writeln!(
             f,
-            "{:<narrow$}  {:<wide$}  {:>10} {:>9} {:>10} {:>10}  {:<6}  largest at",
-            "caches", "quantity", "compared", "outside", "max error", "tolerance", "result"
+            "{:<narrow$}  {:<wide$}  {:>10} {:>9} {:>10} {:>10} {:>9} {:>9}  {:<6}  largest at",
+            "caches",
+            "quantity",
+            "compared",
+            "outside",
+            "max error",
+            "tolerance",
+            "rms",
+            "bias",
+            "result"
         )?;
         for (variant, quantity) in groups {
             let of = |c: &&Check| (c.variant, c.quantity) == (variant, quantity);
@@ -241,6 +358,9 @@ impl fmt::Display for Report {
                 key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal)
             });
             let Some(worst) = worst else { continue };
+            let largest = |get: fn(&Check) -> Option<f64>| {
+                checks.iter().filter_map(|c| get(c)).max_by(f64::total_cmp)
+            };
             let number = |x: Option<f64>| x.map_or("-".to_owned(), |x| format!("{x:.2e}"));
             let result = if checks.iter().any(|c| c.status == Status::Fail) {
                 "FAIL"
@@ -258,11 +378,13 @@ impl fmt::Display for Report {
             }
             writeln!(
                 f,
-                "{variant:<narrow$}  {quantity:<wide$}  {:>10} {:>9} {:>10} {:>10}  {result:<6}  {place}",
+                "{variant:<narrow$}  {quantity:<wide$}  {:>10} {:>9} {:>10} {:>10} {:>9} {:>9}  {result:<6}  {place}",
                 sum(|c| c.compared),
                 sum(|c| c.outside),
                 number(worst.max_error),
                 number(worst.tolerance),
+                number(largest(|c| c.relative_rms)),
+                number(largest(|c| c.relative_bias)),
             )?;
         }
         for c in self.checks.iter().filter(|c| c.status == Status::Fail) {
@@ -322,6 +444,40 @@ mod tests {
         let mut tally = Tally::numbers("f32", "p1", "logits", 1e-3).isolated(0.5, 1.0);
         tally.floats(&[f32::NAN, 1.0, 1.0, 1.0], &[1.0; 4], |i| i.to_string());
         assert_eq!(tally.check().status, Status::Fail);
+    }
+
+    fn update(own: &dyn Fn(usize) -> f32) -> Check {
+        let expected: Vec<f32> = (0..1024).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
+        let own: Vec<f32> = (0..1024).map(|i| expected[i] + own(i)).collect();
+        let mut tally = Tally::numbers("f32", "p1", "block_update", 4e-2);
+        tally.update("layer 0", &own, &expected, &[], 1, |i| format!("element {i}"));
+        tally.check()
+    }
+
+    /// A small error of the whole, one wrong number, a shift and a shrinking are each noticed.
+    #[test]
+    fn updates_are_judged_as_a_whole_by_their_worst_number_and_by_their_bias() {
+        let sign = |i: usize| if i.is_multiple_of(2) { 1.0 } else { -1.0 };
+        assert_eq!(update(&|i| 3e-3 * sign(i)).status, Status::Pass);
+        assert_eq!(update(&|i| 7e-3 * sign(i)).status, Status::Fail);
+        assert_eq!(update(&|i| if i == 500 { 0.05 } else { 0.0 }).status, Status::Fail);
+        assert_eq!(update(&|_| 2e-3).status, Status::Fail);
+        let shrunk = |i: usize| -2e-3 * (((i * 37) % 101) as f32 / 50.0 - 1.0).signum();
+        assert_eq!(update(&shrunk).status, Status::Fail);
+        assert_eq!(update(&|i| if i == 3 { f32::NAN } else { 0.0 }).status, Status::Fail);
+    }
+
+    #[test]
+    fn choices_overlap_by_a_share() {
+        let expected: BTreeSet<u32> = (0..100).collect();
+        let judge = |wrong: u32| {
+            let own: BTreeSet<u32> = (wrong..100 + wrong).collect();
+            let mut tally = Tally::sets("f32", "p1", "topk");
+            tally.overlap(&own, &expected, String::new);
+            tally.check()
+        };
+        assert_eq!((judge(2).status, judge(2).overlap), (Status::Pass, Some(0.98)));
+        assert_eq!(judge(3).status, Status::Fail);
     }
 
     #[test]

@@ -78,13 +78,19 @@ impl<D: Device> Runner<D> {
     /// Drafts from `token`, which follows the tokens run so far. Where the own choice differs from
     /// `expected`, the chain goes on from the expected token, so that later places stay
     /// comparable. `None` if the model has no draft stages.
-    pub fn draft(&mut self, token: u32, expected: &[u32]) -> Result<Option<Drafted>> {
+    pub fn draft(
+        &mut self,
+        token: u32,
+        expected: &[u32],
+        probe: &mut impl Probe<D>,
+    ) -> Result<Option<Drafted>> {
         if self.session.drafts.is_none() {
             return Ok(None);
         }
         let block = expected.len();
         let mut choice = Follow { expected, own: Vec::new(), logits: Vec::new() };
-        let (_, confidence) = self.session.draft(&[(0, token)], block, &mut choice)?;
+        let (_, confidence) =
+            self.session.draft_probed(&[(0, token)], block, &mut choice, probe)?;
         let Some(drafts) = &self.session.drafts else { return Ok(None) };
         let (hidden, vocab) = (self.text().hidden_size, self.text().vocab_size);
         let device = &self.session.device;

@@ -8,28 +8,41 @@ use super::report::{Check, Tally};
 use super::run::{Runner, argmax};
 use super::tolerance::Tolerances;
 use super::{Variant, Verifier, VerifyError};
+use crate::model::Model;
 use crate::plan::IMAGE;
 use deepinfer_device::Device;
 
-impl<D: Device> Verifier<'_, D> {
-    /// Compares prompt `k` with an image: its image rows enter with the reference's embeddings.
-    pub(super) fn vision(
+/// A prompt with an image.
+pub(super) struct ImagePrompt<'a> {
+    pub pass: Pass<'a>,
+    /// Token ids; image positions are marked.
+    pub ids: Vec<u32>,
+    /// `[image positions, H]`: what enters there.
+    pub image: Vec<f32>,
+    /// `[rows, H]`.
+    embeddings: Vec<f32>,
+}
+
+impl<'a, D: Device> Verifier<'a, D> {
+    /// Prompt `k` with an image: its image rows enter with the reference's embeddings. `None`, with
+    /// a line that says why, if it cannot be run.
+    pub(super) fn image_prompt(
         &mut self,
-        runner: &mut Runner<D>,
         variant: Variant,
         k: usize,
-        forced_only: bool,
-    ) -> Result<(), VerifyError> {
+    ) -> Result<Option<ImagePrompt<'a>>, VerifyError> {
         let prompt = &self.reference.index.vision[k];
         let (name, rows) = (format!("vision.{k}"), prompt.ids.len());
         self.check_prompt(&name, &prompt.ids)?;
         self.same_ids(&name, &format!("{name}.ids"), &prompt.ids)?;
-        let text = &self.model.config.text_config;
+        let model: &'a Model<D> = self.model;
+        let text = &model.config.text_config;
         let tensor = format!("{name}.embeddings");
-        let mut pass = Pass {
+        let pass = Pass {
             reference: self.reference,
             config: text,
             variant: variant.name(),
+            drafts: variant.drafts_name(),
             prompt: name.clone(),
             prefix: format!("{name}.{}", variant.name()),
             rows,
@@ -38,7 +51,7 @@ impl<D: Device> Verifier<'_, D> {
             tolerances: Tolerances::free(variant),
             excused: Excused::new(),
         };
-        let missing = match self.model.config.image_token_id {
+        let missing = match model.config.image_token_id {
             None => Some("the checkpoint has no image token"),
             Some(_) if !self.reference.contains(&tensor) => {
                 Some("the reference has no input embeddings for it")
@@ -49,10 +62,10 @@ impl<D: Device> Verifier<'_, D> {
             let mut tally = pass.sets("prompt");
             tally.note(reason);
             self.report.checks.push(tally.check());
-            return Ok(());
+            return Ok(None);
         }
         let embeddings = self.reference.floats(&tensor, &[rows, text.hidden_size])?;
-        let image_token = self.model.config.image_token_id;
+        let image_token = model.config.image_token_id;
         let is_image = |p: &usize| Some(prompt.ids[*p]) == image_token;
         let image: Vec<f32> = (0..rows)
             .filter(is_image)
@@ -62,20 +75,35 @@ impl<D: Device> Verifier<'_, D> {
         let ids: Vec<u32> =
             (0..rows).map(|p| if is_image(&p) { IMAGE } else { prompt.ids[p] }).collect();
         self.image_positions(&name, &prompt.ids)?;
-        let empty = Continuation::default();
+        Ok(Some(ImagePrompt { pass, ids, image, embeddings }))
+    }
+
+    /// Compares prompt `k` with an image.
+    pub(super) fn vision(
+        &mut self,
+        runner: &mut Runner<D>,
+        variant: Variant,
+        k: usize,
+        forced_only: bool,
+    ) -> Result<(), VerifyError> {
+        let Some(prompt) = self.image_prompt(variant, k)? else { return Ok(()) };
+        let ImagePrompt { pass, ids, image, embeddings } = prompt;
         if forced_only {
-            pass.variant = variant.forced_name();
-            pass.tolerances = Tolerances::forced(variant, self.device.exact_rows());
-            return self.forced(runner, pass, &ids, image, &empty);
+            let pass = pass.forced(variant.forced_name(), variant);
+            let next = Continuation::default();
+            return self.forced(runner, pass, &ids, image, &next).map(drop);
         }
+        let (name, rows, text) = (pass.prompt.clone(), pass.rows, pass.config);
+        let prompt = &self.reference.index.vision[k];
         let mut recorder = Recorder::new(text);
         runner.restart();
         let logits = runner.run(&ids, image, &mut recorder)?;
         let hashes = format!("{name}.engram_hash");
         self.hashes(runner, &name, &hashes, rows)?;
         let mut start = pass.numbers("embeddings", 0.0);
-        start
-            .floats(&recorder.start, &embeddings, |i| format!("position {}", i / text.hidden_size));
+        start.floats(&recorder.start(), &embeddings, |i| {
+            format!("position {}", i / text.hidden_size)
+        });
         self.report.checks.push(start.check());
         let published = |layer, keys| Ok(runner.published(layer, keys, rows)?);
         pass.compare(&recorder, &published, &logits, &mut self.report.checks)?;
