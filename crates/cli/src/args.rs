@@ -1,5 +1,9 @@
 //! The command line.
 
+mod bench;
+
+pub use bench::{Bench, BenchCommand, BenchOps, BenchPlot};
+
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use deepinfer::cache::CacheFormat;
@@ -30,7 +34,7 @@ pub enum Command {
     Verify(Verify),
     /// Write a random checkpoint in the released layout
     Synth(Synth),
-    /// Measure prefill and decode against what the machine can do
+    /// Measure prefill and decode, or single operations, against what the machine can do
     Bench(Bench),
     /// Show what a model needs of a machine, and what fits
     Plan(Plan),
@@ -373,29 +377,6 @@ pub struct Synth {
     /// Longest sequence
     #[arg(long, value_name = "P")]
     pub positions: Option<usize>,
-}
-
-#[derive(Debug, Args)]
-pub struct Bench {
-    #[command(flatten)]
-    pub model: ModelArgs,
-    /// Tokens of the prompt
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    pub prompt_tokens: usize,
-    /// Tokens to decode after it
-    #[arg(long, value_name = "N", default_value_t = 32)]
-    pub new_tokens: usize,
-    /// Sequences that decode side by side
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub batch: usize,
-    /// Pairs of measurement and limit, interleaved; medians are reported
-    #[arg(long, value_name = "N", default_value_t = 7)]
-    pub repeats: usize,
-    #[command(flatten)]
-    pub run: RunArgs,
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
 }
 
 #[derive(Debug, Args)]

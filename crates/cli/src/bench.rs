@@ -3,16 +3,21 @@
 mod bytes;
 mod limits;
 mod memory;
+mod ops;
+mod plot;
+mod report;
 
-use crate::args::Bench;
+use crate::args::{Bench, BenchCommand};
 use crate::failure::{Failure, Outcome};
 use crate::{open, text};
 use bytes::{Counting, Work};
 use deepinfer::model::NoProbe;
 use deepinfer::plan::StepPlan;
 use deepinfer::session::Session;
+use deepinfer_device::bench::median;
+use deepinfer_device::cpu::Read;
 use deepinfer_device::{Cpu, DeviceChoice, DeviceError};
-use limits::{Gemm, Read, Weights};
+use limits::{Gemm, Weights};
 use memory::PeakPrivate;
 use serde::Serialize;
 use std::time::Instant;
@@ -49,8 +54,17 @@ const CHUNK: usize = 512;
 /// Prefill is measured at most this often: it is slow and steady.
 const PREFILLS: usize = 3;
 
-/// Measures and prints.
+/// Measures what the command line asks for, and prints.
 pub fn run(args: &Bench) -> Outcome {
+    match &args.what {
+        None => model(args),
+        Some(BenchCommand::Ops(args)) => ops::run(args),
+        Some(BenchCommand::Plot(args)) => plot::run(args),
+    }
+}
+
+/// The whole model.
+fn model(args: &Bench) -> Outcome {
     for (name, value) in [
         ("prompt-tokens", args.prompt_tokens),
         ("new-tokens", args.new_tokens),
@@ -103,18 +117,18 @@ pub fn run(args: &Bench) -> Outcome {
 
     let mut weights = Weights::new(&checkpoint, &device)?;
     let peak_before_limits = peak.megabytes();
-    let mut read = Read::new(&device);
+    let read = Read::new(&device);
     let (mut decode, mut fp8, mut fp4) = (Pairs::default(), Pairs::default(), Pairs::default());
     let (mut step_bytes, mut step_seconds) = (Vec::new(), Vec::new());
     for _ in 0..args.repeats {
-        let limit = read.gb_per_s();
+        let limit = read.gb_per_s(&device);
         let (seconds, bytes) = decode_tokens(&mut session, args, &work)?;
         decode.push(bytes / seconds / 1e9, limit);
         step_seconds.push(seconds);
         step_bytes.push(bytes);
-        let limit = read.gb_per_s();
+        let limit = read.gb_per_s(&device);
         fp8.push(weights.fp8_gb_per_s()?, limit);
-        let limit = read.gb_per_s();
+        let limit = read.gb_per_s(&device);
         fp4.push(weights.fp4_gb_per_s()?, limit);
         bar.inc(1);
     }
@@ -175,15 +189,6 @@ impl Pairs {
         let mut shares: Vec<f64> =
             self.values.iter().zip(&self.limits).map(|(v, l)| v / l).collect();
         median(&mut shares)
-    }
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => values[n / 2],
-        n => (values[n / 2 - 1] + values[n / 2]) / 2.0,
     }
 }
 

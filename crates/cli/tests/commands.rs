@@ -507,3 +507,50 @@ fn completions_and_man_pages_are_written() {
     assert!(run(&["man", "--out", &out]).status.success());
     assert!(folder.path().join("deepinfer-verify.1").exists());
 }
+
+#[test]
+fn bench_ops_reports_figures_that_can_be_drawn() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (file, picture) = (path("cpu.json"), path("cpu.svg"));
+    let output =
+        run(&["bench", "ops", "--device", "cpu", "--quick", "--only", "RMS_norm", "--json"]);
+    let report = json(&output);
+    assert!(report["device"].as_str().is_some_and(|name| name.starts_with("cpu, ")));
+    for key in ["memory_gigabytes_per_second", "teraflops", "launch_microseconds"] {
+        let limit = &report["limits"][key];
+        assert!(limit.as_f64().is_some_and(|x| x > 0.0), "{key}: {limit}");
+    }
+    let rows = report["rows"].as_array().expect("rows");
+    assert!(!rows.is_empty() && report["skipped"] == serde_json::json!([]));
+    for row in rows {
+        assert_eq!(row["operation"], "rms_norm");
+        let number = |key: &str| row[key].as_f64().filter(|x| *x > 0.0).expect(key);
+        let (time, least) = (number("microseconds"), number("least_microseconds"));
+        assert!((number("share") - least / time).abs() < 1e-6 * number("share"));
+        assert!(number("gigabytes_per_second") > 0.0 && row["teraflops"].is_null());
+        assert!(["memory", "launch"].contains(&row["limit"].as_str().expect("a limit")));
+    }
+
+    std::fs::write(&file, &output.stdout).expect("it writes");
+    let drawn = run(&["bench", "plot", &file, "--out", &picture]);
+    assert!(drawn.status.success(), "{}", String::from_utf8_lossy(&drawn.stderr));
+    let svg = std::fs::read_to_string(&picture).expect("the picture");
+    for row in rows {
+        let shape = row["shape"].as_str().expect("a shape");
+        assert!(svg.contains(&format!(">{shape}</text>")), "{shape}");
+    }
+
+    let text = |args: &[&str]| {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(text(&["bench", "plot", &file, "--out", &file]).contains("one of the files to read"));
+    let message = text(&["bench", "plot", &path("none.json"), "--out", &picture]);
+    assert!(message.contains("none.json: cannot read it"), "{message}");
+    let message = text(&["bench", "plot", &picture, "--out", &path("b.svg")]);
+    assert!(message.contains("no output of deepinfer bench ops"), "{message}");
+    let message = text(&["bench", "ops", "--device", "cpu", "--only", "softmax"]);
+    assert!(message.contains("softmax") && message.contains("linear"), "{message}");
+}

@@ -10,16 +10,14 @@
 
 use deepinfer_device::cpu::experts::{Experts, experts_forward};
 use deepinfer_device::cpu::linear::{Weight, linear};
-use deepinfer_device::cpu::{Cpu, Isa};
+use deepinfer_device::cpu::{Cpu, Isa, Read};
 use deepinfer_device::{Expert, Format, StoredMatrix};
 use gemm_common::Parallelism;
-use rayon::prelude::*;
 use std::time::Instant;
 
 const HIDDEN: usize = 5120;
 const INNER: usize = 2304;
-/// Megabytes of weights of each format, and less than the buffer that is read: far more than caches
-/// hold.
+/// Megabytes of weights of each format: far more than caches hold.
 const POOL_MB: usize = 700;
 /// Rows of a prefill, and how many of how many experts each uses there.
 const PREFILL: usize = 512;
@@ -122,27 +120,8 @@ fn report(name: &str, unit: &str, rates: &[f64], limits: &[f64]) {
     );
 }
 
-/// Sums a buffer on all threads, each in four streams: one stream does not reach the rate of the
-/// memory.
-fn read(buffer: &[u64], threads: usize) -> u64 {
-    const LINE: usize = 8;
-    let sum = |part: &[u64]| {
-        let mut streams = part.chunks(part.len().div_ceil(4)).map(|s| s.as_chunks::<LINE>().0);
-        let [a, b, c, d] = std::array::from_fn(|_| streams.next().unwrap_or_default());
-        let mut sums = [[0u64; LINE]; 4];
-        for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
-            for (sums, line) in sums.iter_mut().zip([a, b, c, d]) {
-                sums.iter_mut().zip(line).for_each(|(sum, v)| *sum = sum.wrapping_add(*v));
-            }
-        }
-        sums.as_flattened().iter().fold(0u64, |a, b| a.wrapping_add(*b))
-    };
-    let part = buffer.len().div_ceil(threads);
-    buffer.par_chunks(part).map(sum).reduce(|| 0, u64::wrapping_add)
-}
-
 fn decode(cpu: &Cpu, rounds: usize, size: usize) {
-    let buffer: Vec<u64> = (0..size as u64 * 3 / 16).collect();
+    let memory = Read::new(cpu);
     let attention =
         [(1280, 5120), (8192, 1280), (512, 5120), (1024, 4096), (5120, 8192), (2304, 5120)];
     let fp8 = pool(Format::Fp8Block32, &attention, size);
@@ -179,8 +158,8 @@ fn decode(cpu: &Cpu, rounds: usize, size: usize) {
     let mut limits = Vec::new();
     let mut rates = [const { Vec::new() }; 6];
     for _ in 0..rounds {
-        let t = seconds(|| _ = std::hint::black_box(read(&buffer, cpu.threads())));
-        limits.push((buffer.len() * 8) as f64 / t / 1e9);
+        let t = seconds(|| memory.pass(cpu));
+        limits.push(memory.bytes() as f64 / t / 1e9);
         for (rates, (pool, rows)) in
             rates.iter_mut().zip([(&fp8, 1), (&fp4, 1), (&bf16, 1), (&fp8, 6), (&fp4, 6)])
         {

@@ -3,11 +3,13 @@
 //! [`ops::Device`] lists every operation of the model with its contract; [`cpu::Cpu`] is the
 //! reference. A model is written once over that trait.
 
+pub mod bench;
 pub mod choice;
 pub mod cpu;
 pub mod cuda;
 pub mod error;
 pub mod formats;
+mod inputs;
 pub mod ops;
 pub mod random;
 pub mod selftest;

@@ -1,4 +1,4 @@
-//! What the machine can do: memory read, f32 products, and products with stored weights alone.
+//! What the machine can do: f32 products, and products with stored weights alone.
 
 use crate::failure::Outcome;
 use anyhow::Context;
@@ -6,57 +6,8 @@ use deepinfer::checkpoint::{Checkpoint, Part};
 use deepinfer_device::tensor::StoredMatrix;
 use deepinfer_device::{Cpu, Device, DeviceError, Format};
 use gemm_common::Parallelism;
-use rayon::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// Reads more than 1 GB of memory with all threads.
-pub struct Read {
-    device: Arc<Cpu>,
-    words: Vec<u64>,
-}
-
-impl Read {
-    const WORDS: usize = 150_000_000;
-
-    /// Fills the memory, so that every page is there.
-    pub fn new(device: &Arc<Cpu>) -> Self {
-        let words = device.pool().install(|| (0..Self::WORDS as u64).into_par_iter().collect());
-        Self { device: device.clone(), words }
-    }
-
-    /// Speed of one pass.
-    pub fn gb_per_s(&mut self) -> f64 {
-        let part = self.words.len().div_ceil(self.device.threads());
-        let start = Instant::now();
-        let sum: u64 = self.device.pool().install(|| {
-            let parts = self.words.par_chunks(part);
-            parts.map(sum_words).reduce(|| 0, u64::wrapping_add)
-        });
-        std::hint::black_box(sum);
-        (self.words.len() * 8) as f64 / start.elapsed().as_secs_f64() / 1e9
-    }
-}
-
-/// Four streams, so that the processor has enough reads under way.
-fn sum_words(words: &[u64]) -> u64 {
-    let quarter = words.len() / 4;
-    let (a, rest) = words.split_at(quarter);
-    let (b, rest) = rest.split_at(quarter);
-    let (c, d) = rest.split_at(quarter);
-    let mut sums = [0u64; 32];
-    let blocks = quarter / 8;
-    for i in 0..blocks {
-        for (s, part) in [a, b, c, d].into_iter().enumerate() {
-            for j in 0..8 {
-                sums[s * 8 + j] = sums[s * 8 + j].wrapping_add(part[i * 8 + j]);
-            }
-        }
-    }
-    let ends = [&a[blocks * 8..], &b[blocks * 8..], &c[blocks * 8..], &d[blocks * 8..]];
-    let tail = ends.iter().flat_map(|e| e.iter());
-    sums.iter().chain(tail).fold(0, |sum, &x| sum.wrapping_add(x))
-}
 
 /// f32 products by the `gemm` crate, in the layout that suits it best.
 pub struct Gemm {

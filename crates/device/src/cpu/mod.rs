@@ -9,6 +9,7 @@ mod engram;
 pub mod experts;
 pub mod isa;
 mod lanes;
+mod limits;
 pub mod linear;
 pub mod math;
 mod memory;
@@ -28,6 +29,7 @@ mod tile;
 mod transpose;
 
 pub use isa::Isa;
+pub use limits::Read;
 pub use memory::Buffer;
 
 use crate::error::DeviceError;

@@ -47,7 +47,7 @@ macro_rules! built {
 /// Every file in `kernels`.
 static SOURCES: &[Source] = &sources![
     "linear", "rows", "norm", "rope", "streams", "attend", "select", "experts", "route", "sample",
-    "engram", "compress", "join", "random",
+    "engram", "compress", "join", "random", "limits",
 ];
 
 impl Source {

@@ -16,6 +16,7 @@ pub mod experts;
 mod join;
 mod kernels;
 mod launch;
+mod limits;
 mod linear;
 mod memory;
 mod norm;
@@ -33,6 +34,7 @@ mod streams;
 mod trace;
 
 pub use context::CudaDevice;
+pub use limits::Yardstick;
 pub use memory::Buffer;
 pub use stored::{Matrix, Placement};
 pub use trace::Mark;

@@ -86,7 +86,7 @@ impl Operation for Attend {
     }
 
     fn prepare<D: Device>(&self, device: &D) -> Result<D::Buffer<u8>, Trouble> {
-        input(device, &self.cache)
+        Ok(input(device, &self.cache)?)
     }
 
     fn run<D: Device>(

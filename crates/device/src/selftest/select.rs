@@ -68,7 +68,7 @@ impl Operation for Select {
     }
 
     fn prepare<D: Device>(&self, device: &D) -> Result<D::Buffer<u8>, Trouble> {
-        input(device, &self.cache)
+        Ok(input(device, &self.cache)?)
     }
 
     fn run<D: Device>(

@@ -28,7 +28,7 @@ impl Operation for Norm {
     }
 
     fn prepare<D: Device>(&self, device: &D) -> Result<D::Buffer<f32>, Trouble> {
-        input(device, &self.weight)
+        Ok(input(device, &self.weight)?)
     }
 
     fn run<D: Device>(
@@ -161,7 +161,7 @@ impl Operation for Engram {
     }
 
     fn prepare<D: Device>(&self, device: &D) -> Result<D::Buffer<f32>, Trouble> {
-        input(device, &self.weight)
+        Ok(input(device, &self.weight)?)
     }
 
     fn run<D: Device>(

@@ -1,0 +1,104 @@
+//! `deepinfer bench`, and what it measures besides the whole model.
+
+use super::{ModelArgs, RunArgs};
+use clap::{Args, Subcommand};
+use deepinfer_device::DeviceChoice;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Bench {
+    #[command(subcommand)]
+    pub what: Option<BenchCommand>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub prompt_tokens: usize,
+    /// Tokens to decode after it
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    pub new_tokens: usize,
+    /// Sequences that decode side by side
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch: usize,
+    /// Pairs of measurement and limit, interleaved; medians are reported
+    #[arg(long, value_name = "N", default_value_t = 7)]
+    pub repeats: usize,
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What to measure instead of the whole model.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measure every operation of a device at the released model's shapes, against what it can do
+    Ops(BenchOps),
+    /// Draw the JSON reports of bench ops as bars
+    Plot(BenchPlot),
+}
+
+#[derive(Debug, Args)]
+pub struct BenchOps {
+    /// What to measure: auto (a GPU if there is one), cpu or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    pub device: DeviceChoice,
+    /// Only operations whose name and shape contain this
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+    /// One or two shapes of each operation: seconds
+    #[arg(long)]
+    pub quick: bool,
+    /// Threads of a CPU; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct BenchPlot {
+    /// Outputs of bench ops --json, drawn side by side
+    #[arg(value_name = "FILE.json", required = true)]
+    pub files: Vec<PathBuf>,
+    /// The picture to write; one that is there is replaced
+    #[arg(long, value_name = "FILE.svg")]
+    pub out: PathBuf,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cli, Command};
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn bench_measures_the_model_or_what_is_named() {
+        let what =
+            |args: &[&str]| match Cli::try_parse_from([&["deepinfer", "bench"], args].concat()) {
+                Ok(Cli { command: Command::Bench(bench) }) => Ok((bench.batch, bench.what)),
+                Ok(other) => panic!("{other:?}"),
+                Err(error) => Err(error),
+            };
+        assert!(matches!(what(&["--batch", "3"]), Ok((3, None))));
+        let ops = what(&["ops", "--device", "cuda:1", "--only", "linear", "--quick"]);
+        assert!(matches!(ops, Ok((1, Some(BenchCommand::Ops(BenchOps { quick: true, .. }))))));
+        let plot = what(&["plot", "a.json", "b.json", "--out", "c.svg"]);
+        assert!(matches!(plot, Ok((1, Some(BenchCommand::Plot(plot)))) if plot.files.len() == 2));
+        for wrong in [
+            &["--batch", "3", "ops"][..],
+            &["ops", "--batch", "3"],
+            &["ops", "--threads", "0"],
+            &["ops", "--device", "gpu"],
+            &["ops", "linear"],
+            &["plot", "a.json"],
+            &["plot", "--out", "c.svg"],
+        ] {
+            assert!(what(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}
