@@ -21,23 +21,39 @@ pub fn convert<R: ProtocolRequest + DeserializeOwned>(
     })
 }
 
-/// The error of the first item of a list that is not read by itself, or else `error`.
+/// The error of the first field, or item of a list, that is not read by itself, or else `error`.
 fn ill_formed<R: DeserializeOwned>(body: &Value, error: serde_json::Error) -> ApiError {
-    let fields = || body.as_object().into_iter().flatten();
-    let empty =
-        |value: &Value| if value.is_array() { Value::Array(Vec::new()) } else { value.clone() };
-    let mut probe: Map<String, Value> =
-        fields().map(|(name, value)| (name.clone(), empty(value))).collect();
-    for (name, value) in fields() {
-        for (i, item) in value.as_array().into_iter().flatten().enumerate() {
-            probe[name] = Value::Array(vec![item.clone()]);
-            if let Err(error) = R::deserialize(&Value::Object(probe.clone())) {
-                let param = format!("{name}[{i}]");
-                let message = format!("{param}: {error}");
-                return ApiError::Invalid { param: Some(param), message };
+    let read = |fields: &Map<String, Value>| R::deserialize(&Value::Object(fields.clone()));
+    let named = |param: String, error: serde_json::Error| {
+        let message = format!("{param}: {error}");
+        ApiError::Invalid { param: Some(param), message }
+    };
+    let empty = || Value::Array(Vec::new());
+    let (lists, mut rest): (Map<String, Value>, Map<String, Value>) = {
+        let fields = body.as_object().cloned().unwrap_or_default();
+        fields.into_iter().partition(|(_, value)| value.is_array())
+    };
+    rest.extend(lists.keys().map(|name| (name.clone(), empty())));
+    if let Err(error) = read(&rest) {
+        let without = |name: &str| {
+            let mut others = rest.clone();
+            others.remove(name);
+            read(&others).is_ok()
+        };
+        let name = rest.keys().find(|name| without(name)).cloned();
+        return match name {
+            Some(name) => named(name, error),
+            None => ApiError::Invalid { param: None, message: error.to_string() },
+        };
+    }
+    for (name, items) in lists {
+        for (i, item) in items.as_array().into_iter().flatten().enumerate() {
+            rest[&name] = Value::Array(vec![item.clone()]);
+            if let Err(error) = read(&rest) {
+                return named(format!("{name}[{i}]"), error);
             }
         }
-        probe[name] = empty(value);
+        rest[&name] = empty();
     }
     ApiError::Invalid { param: None, message: error.to_string() }
 }

@@ -78,8 +78,8 @@ impl Fields {
         }
     }
 
-    /// Refuses fields, for the reason given, unless they hold nothing: `null`, `false`, `[]`, `{}`,
-    /// `""`.
+    /// Refuses fields, for the reason given, unless they hold nothing: `null`, `false`, `[]`, `""`.
+    /// An empty object may ask for something as it usually is.
     pub fn refuse(&mut self, names: &[&str], reason: &str) -> Result<(), ApiError> {
         for name in names {
             if let Some(value) = self.value(name).filter(|value| !is_empty(value)) {
@@ -106,7 +106,6 @@ fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Array(list) => list.is_empty(),
-        Value::Object(map) => map.is_empty(),
         Value::String(text) => text.is_empty(),
         _ => false,
     }
@@ -142,8 +141,10 @@ mod tests {
     fn empty_values_are_no_reason_to_refuse() {
         let mut f = fields(r#"{"audio": null, "functions": [], "store": false}"#);
         f.refuse(&["audio", "functions", "store"], "no").expect("all empty");
-        let mut f = fields(r#"{"functions": [1]}"#);
-        assert_eq!(param(f.refuse(&["functions"], "no").expect_err("filled")), "functions");
+        for filled in [r#"{"functions": [1]}"#, r#"{"functions": {}}"#] {
+            let refused = fields(filled).refuse(&["functions"], "no");
+            assert_eq!(param(refused.expect_err("filled")), "functions");
+        }
     }
 
     #[test]

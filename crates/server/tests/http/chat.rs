@@ -127,6 +127,9 @@ async fn what_cannot_be_honoured_is_refused_by_name() {
             "tools",
         ),
         (json!({"verbosity": "low"}), "verbosity"),
+        // These ask for something though they are empty.
+        (json!({"web_search_options": {}}), "web_search_options"),
+        (json!({"guided_json": {}}), "guided_json"),
     ] {
         let (status, body) = server.post(PATH, chat(extra)).await;
         assert_eq!(

@@ -186,6 +186,7 @@ async fn refusals_name_the_field_in_this_protocols_shape() {
             "messages[0].content[0]",
         ),
         (json!({"tools": [{"name": "f"}]}), "tools"),
+        (json!({"system": 5}), "system"),
         (json!({"banana": 1}), "banana"),
     ] {
         let (status, body) = server.post(PATH, messages(extra)).await;
