@@ -159,7 +159,7 @@ impl Engine {
         for (i, (prompt, params)) in requests.into_iter().enumerate() {
             let at = |e: &dyn std::fmt::Display| PyValueError::new_err(format!("prompt {i}: {e}"));
             let params = params.sampling(end).map_err(|e| at(&e))?;
-            params.check(&prompt, self.engine.bounds()).map_err(|e| at(&e))?;
+            params.check(&prompt, self.engine.bounds()).map_err(|e| at(&params::message(&e)))?;
             if let Some(constraint) = &params.constraint {
                 let check = || self.engine.check_grammar(&constraint.grammar);
                 py.detach(check).map_err(|e| at(&e))?;
@@ -221,7 +221,7 @@ impl Engine {
         let found = match result {
             Ok(found) => found,
             Err(error) => {
-                let error = Some(error.to_string());
+                let error = Some(params::message(&error));
                 return Ok(Completion { finish_reason: "error", error, ..Completion::default() });
             }
         };

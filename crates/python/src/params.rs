@@ -1,7 +1,7 @@
 //! Parameters of a request, as Python gives them.
 
 use deepinfer::grammar::{GrammarSpec, Trigger};
-use deepinfer::request::{Constraint, SamplingParams};
+use deepinfer::request::{Constraint, RequestError, SamplingParams, ThinkingBudget};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
@@ -28,6 +28,8 @@ pub struct Params {
     bad_words: Vec<Vec<u32>>,
     allowed_token_ids: Vec<u32>,
     logit_bias: Vec<(u32, f32)>,
+    thinking_token_budget: Option<usize>,
+    golden_token_ids: Vec<u32>,
     so_args: Option<StructuredOutput>,
 }
 
@@ -44,10 +46,18 @@ pub struct StructuredOutput {
 }
 
 impl Params {
-    /// The engine's parameters; errors name the field. A form that does not say where it begins
-    /// begins after the token `after`, if there is one.
-    pub fn sampling(self, after: Option<u32>) -> Result<SamplingParams, String> {
-        let constraint = self.so_args.map(|form| form.constraint(after)).transpose()?;
+    /// The engine's parameters; errors name the field. `end` is the token that ends thinking, if
+    /// there is some: a form that does not say where it begins begins after it.
+    pub fn sampling(self, end: Option<u32>) -> Result<SamplingParams, String> {
+        let constraint = self.so_args.map(|form| form.constraint(end)).transpose()?;
+        let thinking_budget = match (self.thinking_token_budget, end) {
+            (None, _) => None,
+            (Some(tokens), Some(end)) => Some(ThinkingBudget { tokens, end }),
+            (Some(_), None) => {
+                let reason = "nothing thinks here; it goes with LLM.chat and an effort";
+                return Err(format!("thinking_token_budget: {reason}"));
+            }
+        };
         Ok(SamplingParams {
             n: self.n,
             temperature: self.temperature,
@@ -69,8 +79,25 @@ impl Params {
             allowed_tokens: self.allowed_token_ids,
             logit_bias: self.logit_bias,
             constraint: constraint.map(Arc::new),
+            thinking_budget,
+            forced: self.golden_token_ids,
             ..SamplingParams::default()
         })
+    }
+}
+
+/// An error of the engine, with the names that parameters have in Python.
+pub fn message(error: &RequestError) -> String {
+    let names = [
+        ("stop_tokens", "stop_token_ids"),
+        ("allowed_tokens", "allowed_token_ids"),
+        ("forced", "golden_token_ids"),
+    ];
+    let text = error.to_string();
+    let renamed = names.iter().find(|(engine, _)| text.starts_with(engine));
+    match renamed {
+        Some((engine, own)) => text.replacen(engine, own, 1),
+        None => text,
     }
 }
 

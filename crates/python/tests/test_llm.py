@@ -138,6 +138,29 @@ def test_parameters_are_kept(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in found] == [1, 2, 3]
 
 
+def test_a_given_continuation_is_scored(llm: LLM) -> None:
+    free = llm.generate("Once", greedy(max_tokens=6, ignore_eos=True, logprobs=0), use_tqdm=False)
+    tokens = free[0].outputs[0].token_ids
+    params = SamplingParams(
+        seed=1, golden_token_ids=tokens[:4], max_tokens=6, ignore_eos=True, logprobs=0
+    )
+    forced = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    assert forced.token_ids[:4] == tokens[:4] and len(forced.token_ids) == 6
+    assert forced.logprobs is not None and free[0].outputs[0].logprobs is not None
+    assert forced.logprobs[:4] == free[0].outputs[0].logprobs[:4]
+
+
+def test_thinking_ends_with_its_budget(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "What is 23 + 58?"}]
+    thoughts = []
+    for budget in (None, 5):
+        params = greedy(max_tokens=200, thinking_token_budget=budget)
+        (output,) = llm.chat(talk, params, effort="high", use_tqdm=False)
+        assert output.outputs[0].reasoning is not None and output.outputs[0].text
+        thoughts.append(llm.encode(output.outputs[0].reasoning, add_special_tokens=False))
+    assert len(thoughts[1]) <= 5 < len(thoughts[0])
+
+
 def test_several_continuations(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True)
     first, second = llm.generate(PROMPTS[:2], params, use_tqdm=False)
@@ -187,7 +210,10 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
         (SamplingParams(top_p=0.0), "top_p"),
         (SamplingParams(min_p=2.0), "min_p"),
         (SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
-        (SamplingParams(stop_token_ids=[10**6]), "stop_tokens"),
+        (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids"),
+        (SamplingParams(allowed_token_ids=[10**6]), "allowed_token_ids"),
+        (SamplingParams(golden_token_ids=[10**6]), "golden_token_ids"),
+        (SamplingParams(thinking_token_budget=5), "thinking_token_budget"),
     ):
         with pytest.raises(ValueError, match=name):
             llm.generate("x", params, use_tqdm=False)

@@ -215,6 +215,8 @@ class LLM:
             "bad_words": [self._engine.encode(word, False) for word in dict.fromkeys(words)],
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "logit_bias": list((params.logit_bias or {}).items()),
+            "thinking_token_budget": params.thinking_token_budget,
+            "golden_token_ids": list(params.golden_token_ids or ()),
             "so_args": None if params.so_args is None else dict(params.so_args),
         }
 

@@ -52,6 +52,11 @@ class SamplingParams:
     """No other tokens are produced."""
     logit_bias: Optional[Mapping[int, float]] = None
     """Added to the logits of single tokens."""
+    thinking_token_budget: Optional[int] = None
+    """Most tokens of thinking, for ``LLM.chat`` with an effort; then the answer begins."""
+    golden_token_ids: Optional[Sequence[int]] = None
+    """The output begins with these tokens, whatever the model would choose: with ``logprobs`` they
+    score a given continuation."""
     so_args: Optional[Mapping[str, Any]] = field(default=None)
     """A form that the output must have: ``{"schema_type": "json" | "regex" | "ebnf", "schema": str}``,
     optionally with ``trigger_token_ids`` (the form begins after these tokens) and ``bound_token_id``
@@ -72,6 +77,9 @@ class SamplingParams:
             raise ValueError(f"n is {self.n}; it must be at least 1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        budget = self.thinking_token_budget
+        if budget is not None and budget < 1:
+            raise ValueError(f"thinking_token_budget is {budget}; it must be at least 1")
         if self.so_args is not None:
             _check_so_args(self.so_args)
 
