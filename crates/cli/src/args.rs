@@ -185,7 +185,7 @@ pub struct EngineArgs {
     /// Most rows of one prompt in a step
     #[arg(long, value_name = "N")]
     pub prefill_chunk: Option<NonZeroUsize>,
-    /// Tokens that the cache pool holds
+    /// Tokens that the cache pool holds; without it, 65536, or what a GPU's free memory holds
     #[arg(long, value_name = "N")]
     pub kv_tokens: Option<NonZeroUsize>,
     /// Where prefixes of earlier requests are kept: off, device, host, disk:DIR
@@ -199,6 +199,9 @@ pub struct EngineArgs {
     /// Plan the next step while one runs: on, off
     #[arg(long, value_enum, value_name = "on|off")]
     pub overlap: Option<Switch>,
+    /// Launch steps that only decode as CUDA graphs, on a GPU: on, off
+    #[arg(long, value_enum, value_name = "on|off")]
+    pub graphs: Option<Switch>,
 }
 
 /// On or off.
@@ -383,9 +386,13 @@ pub struct Synth {
 pub struct Plan {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Memory of the machine, such as 64GB or 512MiB; without it, what this machine has available
+    /// Memory of the machine, or of the GPU if the device is one, such as 64GB or 512MiB; without
+    /// it, what this machine or its GPU has available
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
+    /// What the model would run on: cpu, cuda:N or auto
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    pub device: DeviceChoice,
     /// Sequences that should fit
     #[arg(long, value_name = "N")]
     pub max_seqs: Option<usize>,

@@ -3,8 +3,10 @@
 use crate::args::Plan;
 use crate::failure::{Failure, Outcome};
 use crate::{open, text};
+use anyhow::Context;
 use deepinfer::engine::EngineConfig;
 use deepinfer::plan_memory::MemoryPlan;
+use deepinfer_device::{Cuda, DeviceChoice};
 
 /// Shows what a model needs of a machine, and fails where it does not fit.
 pub fn run(args: &Plan) -> Outcome {
@@ -24,23 +26,35 @@ pub fn run(args: &Plan) -> Outcome {
         ..d
     };
     let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| Failure::Usage(e.to_string()))?;
-    let verdict = match available {
-        Some(bytes) => plan.check(bytes),
-        None => plan.check_host(),
+    let (verdict, gpu) = match (args.device.resolve(), available) {
+        (DeviceChoice::Cuda(_), Some(bytes)) => (plan.check_gpu(bytes), Some(bytes)),
+        (DeviceChoice::Cuda(ordinal), None) => {
+            let free = Cuda::open(ordinal).and_then(|device| device.memory());
+            let free = free.with_context(|| format!("cannot use {}", args.device))?.0 as u64;
+            (plan.check_gpu(free), Some(free))
+        }
+        (_, Some(bytes)) => (plan.check(bytes), None),
+        (_, None) => (plan.check_host(), None),
     };
+    let positions = checkpoint.config().text_config.max_position_embeddings;
+    // What `--kv-tokens` would be on its own.
+    let fills = gpu
+        .filter(|_| verdict.is_ok())
+        .map(|free| plan.tokens_that_fill(free.saturating_sub(plan.device_weights), positions));
     if args.json {
         text::json(&serde_json::json!({
             "plan": plan,
-            "available_bytes": available,
+            "available_bytes": gpu.or(available),
             "fits": verdict.is_ok(),
+            "tokens_that_fill": fills,
         }))?;
     } else {
-        print(&plan)?;
+        print(&plan, fills)?;
     }
     Ok(verdict?)
 }
 
-fn print(plan: &MemoryPlan) -> std::io::Result<()> {
+fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
     let line = |name: &str, value: String| vec![name.to_owned(), value];
     let bytes = |name: &str, n: u64| line(name, text::bytes(n));
     let mut rows = vec![line("weights, read in place from the mapped files", String::new())];
@@ -68,6 +82,10 @@ fn print(plan: &MemoryPlan) -> std::io::Result<()> {
     for tokens in [1024, 8192, 65536] {
         let fit = text::count(plan.sequences_of(tokens) as u64);
         rows.push(line(&format!("sequences of {} tokens", text::count(tokens as u64)), fit));
+    }
+    if let Some(tokens) = fills {
+        rows.push(bytes("weights in the GPU's memory", plan.device_weights));
+        rows.push(line("tokens that the rest of it holds", text::count(tokens as u64)));
     }
     text::table(&rows)
 }

@@ -72,6 +72,12 @@ pub enum DeviceError {
         /// What the driver said.
         error: String,
     },
+    /// The operations of a step must not wait or allocate; one did.
+    #[error("{operation} inside a step, where nothing may wait for the GPU or allocate")]
+    InsideStep {
+        /// What was tried.
+        operation: &'static str,
+    },
     /// A kernel is not made for such a size.
     #[error("{operation} on the GPU cannot take {limit}")]
     Limit {

@@ -18,6 +18,9 @@ use crate::tensor::{Element, Expert, RowFormat, StoredMatrix};
 /// Marks an absent index or a destination that is not written.
 pub const ABSENT: u32 = u32::MAX;
 
+/// What a recorded series of operations depends on: which series it is, and its sizes.
+pub type GraphKey = [u32; 4];
+
 /// Result of a device operation.
 pub type Result<T> = std::result::Result<T, DeviceError>;
 
@@ -269,6 +272,8 @@ pub trait Device: Send + Sync + Sized + 'static {
     type Matrix: Send + Sync;
     /// The routed experts of one layer.
     type Experts: Send + Sync;
+    /// Recorded series of operations. See [`Device::replay`].
+    type Graphs: Send;
 
     // ---- memory ----
 
@@ -319,6 +324,10 @@ pub trait Device: Send + Sync + Sized + 'static {
     ) -> Result<()>;
     /// Waits for all calls so far.
     fn sync(&self) -> Result<()>;
+    /// Bytes that are free on a device with memory of its own.
+    fn free_memory(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
     /// Runs `f`, a series of operations on this device, where they start soonest: a CPU runs it on
     /// a thread of its pool. Operations called elsewhere give the same results.
     fn run<R: Send>(&self, f: impl FnOnce() -> R + Send) -> R {
@@ -326,6 +335,25 @@ pub trait Device: Send + Sync + Sized + 'static {
     }
     /// The cache format that keeps rows as computed.
     fn exact_rows(&self) -> RowFormat;
+    /// A place for recorded series, on a device that starts a series sooner as a whole than
+    /// operation by operation.
+    fn graphs(&self) -> Option<Self::Graphs> {
+        None
+    }
+    /// Runs `f`, a series of operations, or repeats what it did when it was last run under `key`.
+    ///
+    /// The caller ensures that, under one key, `f` always does the same with the same buffers, only
+    /// their contents differ; that these buffers live as long as `graphs`; and that `f` neither
+    /// uploads, downloads, allocates nor waits.
+    fn replay(
+        &self,
+        graphs: &mut Self::Graphs,
+        key: GraphKey,
+        f: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let _ = (graphs, key);
+        f()
+    }
 
     // ---- weights ----
 

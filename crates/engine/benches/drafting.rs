@@ -86,7 +86,7 @@ impl Bench {
         let worker = ModelWorker::new(device, model, &shape, config.cache_format)?;
         let metrics = Arc::new(Metrics::default());
         let scheduler = Scheduler::new(shape, Tiers::default(), metrics.clone());
-        let executor = Inline::new(worker.with_drafting(&config));
+        let executor = Inline::new(worker.with_settings(&config));
         let steps = StepLoop::new(scheduler, executor, false);
         let (handles, known) = (Vec::new(), self.known.clone());
         Ok(Runner { steps, metrics, handles, sequences, next: 0, known })

@@ -7,8 +7,12 @@ use crate::engine::{EngineConfig, EngineError};
 use crate::schedule::{Shape, geometry};
 use crate::worker::limits;
 use deepinfer_device::RowFormat;
+use deepinfer_device::cuda::HOST_TABLE;
 use serde::Serialize;
 use std::collections::BTreeMap;
+
+/// Bytes of a GPU that are left alone: recorded steps, and what the driver takes for itself.
+const GPU_RESERVE: u64 = 1 << 30;
 
 /// Memory of an engine, in bytes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -16,6 +20,8 @@ pub struct MemoryPlan {
     /// Stored weights by part, read in place from the mapped files. Not all of them need be in
     /// memory at a time.
     pub mapped_weights: BTreeMap<String, u64>,
+    /// Weights that a GPU holds: not n-gram tables that stay in host memory, nor the vision tower.
+    pub device_weights: u64,
     /// Bytes of a sequence whatever its length: rings and pending rows.
     pub sequence_bytes: u64,
     /// Bytes of a token in the page pool.
@@ -45,13 +51,16 @@ pub struct MemoryPlan {
 /// There is not enough memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{needed} bytes are needed before the first request ({slots} for sequence slots, {pages} for \
+    "{needed} bytes are needed before the first request ({}{slots} for sequence slots, {pages} for \
      {tokens} cached tokens, {scratch} for work space), but only {available} are available; lower \
-     kv_tokens, max_seqs, device_snapshots or max_batch_tokens"
+     kv_tokens, max_seqs, device_snapshots or max_batch_tokens",
+    if *.weights > 0 { format!("{} for weights, ", .weights) } else { String::new() }
 )]
 pub struct DoesNotFit {
     /// Bytes wanted at the start.
     pub needed: u64,
+    /// Of these, for weights in a device's own memory.
+    pub weights: u64,
     /// Of these, for slots.
     pub slots: u64,
     /// Of these, for pages.
@@ -65,7 +74,7 @@ pub struct DoesNotFit {
 }
 
 impl MemoryPlan {
-    /// Plans an engine on a CPU.
+    /// Plans an engine. Caches and work space are counted as a CPU stores them; a GPU may take less.
     pub fn new(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Self, EngineError> {
         let model = checkpoint.config();
         let text = &model.text_config;
@@ -73,7 +82,13 @@ impl MemoryPlan {
         let geometry = geometry(model);
         let (slot, page) = cache_bytes(text, &geometry, config.cache_format);
         let mut mapped_weights = BTreeMap::new();
+        let mut device_weights = 0;
         for tensor in checkpoint.tensors() {
+            let stays = match tensor.part {
+                Part::EngramTable => tensor.bytes >= HOST_TABLE as u64,
+                part => part == Part::Vision,
+            };
+            device_weights += if stays { 0 } else { tensor.bytes };
             *mapped_weights.entry(part_name(tensor.part)).or_default() += tensor.bytes;
         }
         let slots = shape.max_seqs + shape.device_snapshots;
@@ -82,6 +97,7 @@ impl MemoryPlan {
         let scratch_bytes = scratch_bytes(text, &shape);
         Ok(Self {
             mapped_weights,
+            device_weights,
             sequence_bytes: slot as u64,
             token_bytes: page as f64 / geometry.page_tokens as f64,
             page_tokens: geometry.page_tokens,
@@ -101,13 +117,34 @@ impl MemoryPlan {
         })
     }
 
-    /// Checks the plan against `available` bytes.
+    /// Checks the plan against `available` bytes of a machine that reads weights in place.
     pub fn check(&self, available: u64) -> Result<(), DoesNotFit> {
-        if self.allocated_bytes <= available {
+        self.check_with(0, available)
+    }
+
+    /// Checks the plan against `free` bytes of a GPU, weights included.
+    pub fn check_gpu(&self, free: u64) -> Result<(), DoesNotFit> {
+        self.check_with(self.device_weights, free.saturating_sub(GPU_RESERVE))
+    }
+
+    /// Tokens that a page pool holds which fills `free` bytes of a GPU that has its weights, at
+    /// most what all sequences need at their longest, at least what was planned.
+    pub fn tokens_that_fill(&self, free: u64, positions: usize) -> usize {
+        let taken = GPU_RESERVE + self.slot_pool_bytes + self.scratch_bytes;
+        let pages =
+            free.saturating_sub(taken) / (self.token_bytes * self.page_tokens as f64) as u64;
+        let most = self.sequences.saturating_mul(positions.next_multiple_of(self.page_tokens));
+        (pages as usize).saturating_mul(self.page_tokens).min(most).max(self.pool_tokens)
+    }
+
+    fn check_with(&self, weights: u64, available: u64) -> Result<(), DoesNotFit> {
+        let needed = self.allocated_bytes + weights;
+        if needed <= available {
             return Ok(());
         }
         Err(DoesNotFit {
-            needed: self.allocated_bytes,
+            needed,
+            weights,
             slots: self.slot_pool_bytes,
             pages: self.page_pool_bytes,
             tokens: self.pool_tokens,

@@ -98,8 +98,11 @@ impl<D: Device> ModelWorker<D> {
         })
     }
 
-    /// Drafts as the settings say.
-    pub fn with_drafting(mut self, config: &EngineConfig) -> Self {
+    /// Drafts, and records steps, as the settings say.
+    pub fn with_settings(mut self, config: &EngineConfig) -> Self {
+        if config.graphs {
+            self.batch.record(&*self.device);
+        }
         self.scheme = config.draft_scheme;
         self.temperatures.clone_from(&config.confidence_temperatures);
         self.known.clone_from(&config.known_drafts);

@@ -48,6 +48,25 @@ fn what_does_not_fit_is_refused_with_numbers() {
 }
 
 #[test]
+fn a_gpu_holds_weights_too_and_the_pool_takes_the_rest() {
+    let plan = MemoryPlan::new(&checkpoint(), &EngineConfig::default()).expect("fits together");
+    let least = plan.allocated_bytes + plan.device_weights;
+    assert!(plan.device_weights > 0 && plan.device_weights < plan.mapped_weights.values().sum());
+    let refused = plan.check_gpu(least).expect_err("something is left alone");
+    assert_eq!((refused.needed, refused.weights), (least, plan.device_weights));
+    assert!(refused.to_string().contains("for weights"), "{refused}");
+    assert_eq!(plan.check_gpu(least + (1 << 30)), Ok(()));
+
+    let positions = 1 << 30;
+    let free = (1 << 30) + plan.allocated_bytes;
+    assert_eq!(plan.tokens_that_fill(0, positions), plan.pool_tokens);
+    assert_eq!(plan.tokens_that_fill(free, positions), plan.pool_tokens);
+    let more = plan.tokens_that_fill(free + (plan.token_bytes * 12_800.0) as u64, positions);
+    assert_eq!(more, plan.pool_tokens + 12_800);
+    assert_eq!(plan.tokens_that_fill(1 << 60, 10_000), 16 * 10_112);
+}
+
+#[test]
 fn scratch_does_not_grow_with_context() {
     let scratch = |kv_tokens| {
         let config = EngineConfig { kv_tokens, ..EngineConfig::default() };

@@ -35,7 +35,7 @@ struct Engine {
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct EngineSettings {
-    kv_tokens: usize,
+    kv_tokens: Option<usize>,
     max_num_seqs: usize,
     max_num_batched_tokens: usize,
     draft: String,
@@ -260,7 +260,8 @@ impl EngineSettings {
     fn config(&self) -> PyResult<EngineConfig> {
         let d = EngineConfig::default();
         Ok(EngineConfig {
-            kv_tokens: self.kv_tokens,
+            kv_tokens: self.kv_tokens.unwrap_or(d.kv_tokens),
+            fill_memory: self.kv_tokens.is_none(),
             max_seqs: self.max_num_seqs,
             max_batch_tokens: self.max_num_batched_tokens,
             prefill_chunk: d.prefill_chunk.min(self.max_num_batched_tokens),

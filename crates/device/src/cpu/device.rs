@@ -15,6 +15,7 @@ impl Device for Cpu {
     type Buffer<E: Element> = Buffer<E>;
     type Matrix = linear::Weight;
     type Experts = experts::Experts;
+    type Graphs = ();
 
     fn alloc<E: Element>(&self, len: usize) -> Result<Buffer<E>> {
         Buffer::zeroed(len)

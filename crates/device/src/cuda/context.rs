@@ -6,6 +6,7 @@ use cudarc::driver::sys;
 use std::ffi::{CStr, c_char};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// The oldest architecture with the instructions that the kernels use.
 const OLDEST: (i32, i32) = (8, 0);
@@ -111,6 +112,8 @@ pub(super) struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// Whether a step of the model runs.
+    in_step: AtomicBool,
 }
 
 // SAFETY: contexts and streams may be used by any thread, several at once.
@@ -133,7 +136,8 @@ impl Context {
         // SAFETY: `device` comes from the driver.
         let result = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
         check("creating a context", result)?;
-        let mut this = Self { info, device, context, stream: null_mut() };
+        let in_step = AtomicBool::new(false);
+        let mut this = Self { info, device, context, stream: null_mut(), in_step };
         this.bind()?;
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current.
@@ -152,8 +156,25 @@ impl Context {
         self.stream
     }
 
+    /// Runs `f`, during which nothing may wait for the GPU or allocate memory.
+    pub(super) fn step(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.in_step.store(true, Relaxed);
+        let result = f();
+        self.in_step.store(false, Relaxed);
+        result
+    }
+
+    /// Refuses what must not happen inside a step.
+    pub(super) fn outside_step(&self, operation: &'static str) -> Result<()> {
+        if self.in_step.load(Relaxed) {
+            return Err(DeviceError::InsideStep { operation });
+        }
+        Ok(())
+    }
+
     /// Waits for all that was asked so far.
     pub(super) fn sync(&self) -> Result<()> {
+        self.outside_step("waiting for the GPU")?;
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
         check("waiting for the GPU", unsafe { sys::cuStreamSynchronize(self.stream) })

@@ -3,12 +3,12 @@
 use super::memory::{Buffer, bytes_of};
 use super::stored::Matrix;
 use super::{
-    Cuda, attend, compress, engram, experts, join, linear, norm, random, rope, route, rows, sample,
-    select, streams,
+    Cuda, attend, compress, engram, experts, graphs, join, linear, norm, random, rope, route, rows,
+    sample, select, streams,
 };
 use crate::ops::{
-    Attention, BiasEntry, Candidates, Device, Mix, MixWeights, PenaltyRow, Result, Routing,
-    SampleRow, Selection, StreamShape, TokenCount,
+    Attention, BiasEntry, Candidates, Device, GraphKey, Mix, MixWeights, PenaltyRow, Result,
+    Routing, SampleRow, Selection, StreamShape, TokenCount,
 };
 use crate::random::{Random, RandomMatrix};
 use crate::tensor::{Element, Expert, RowFormat, StoredMatrix};
@@ -19,6 +19,7 @@ impl Device for Cuda {
     type Buffer<E: Element> = Buffer<E>;
     type Matrix = Matrix;
     type Experts = experts::Experts;
+    type Graphs = graphs::Graphs;
 
     fn alloc<E: Element>(&self, len: usize) -> Result<Buffer<E>> {
         Buffer::zeroed(&self.context, len)
@@ -75,8 +76,25 @@ impl Device for Cuda {
         self.context.sync()
     }
 
+    fn free_memory(&self) -> Result<Option<u64>> {
+        Ok(Some(self.memory()?.0 as u64))
+    }
+
     fn exact_rows(&self) -> RowFormat {
         RowFormat::Bf16
+    }
+
+    fn graphs(&self) -> Option<graphs::Graphs> {
+        Some(graphs::Graphs::default())
+    }
+
+    fn replay(
+        &self,
+        graphs: &mut graphs::Graphs,
+        key: GraphKey,
+        f: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        graphs::replay(self, graphs, key, f)
     }
 
     fn matrix(&self, stored: StoredMatrix) -> Result<Matrix> {

@@ -58,6 +58,7 @@ impl Memory {
     pub(super) fn new(context: &Arc<Context>, what: &'static str, bytes: usize) -> Result<Self> {
         let mut start = 0;
         if bytes > 0 {
+            context.outside_step("allocating memory")?;
             context.bind()?;
             // SAFETY: a context is current.
             let result = unsafe { sys::cuMemAlloc_v2(&mut start, bytes) };

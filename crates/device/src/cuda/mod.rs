@@ -13,6 +13,7 @@ mod context;
 mod device;
 mod engram;
 pub mod experts;
+pub mod graphs;
 mod join;
 mod kernels;
 mod launch;
@@ -36,7 +37,7 @@ mod trace;
 pub use context::CudaDevice;
 pub use limits::Yardstick;
 pub use memory::Buffer;
-pub use stored::{Matrix, Placement};
+pub use stored::{HOST_TABLE, Matrix, Placement};
 pub use trace::Mark;
 
 use crate::ops::Result;

@@ -1,7 +1,9 @@
 //! Memory for intermediate results of an operation.
 //!
 //! One block, reserved when the device is opened. An operation on shapes larger than the released
-//! model's makes it grow, which waits for the GPU. An operation holds the scratch until it has launched its last kernel; the stream's order keeps operations apart.
+//! model's makes it grow, which waits for the GPU: not inside a recorded step, where it is refused.
+//! An operation holds the scratch until it has launched its last kernel; the stream's order keeps
+//! operations apart.
 
 use super::context::Context;
 use super::memory::{Memory, Plain, Ptr, bytes_of};
@@ -20,11 +22,18 @@ pub(super) struct Scratch {
     /// The last one is in use; those before it are too small, and hold pieces of this operation.
     blocks: Vec<Memory>,
     used: usize,
+    /// How often it has grown.
+    grown: u64,
 }
 
 impl Scratch {
     pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
-        Ok(Self { blocks: vec![Memory::new(context, "scratch", FIRST)?], used: 0 })
+        Ok(Self { blocks: vec![Memory::new(context, "scratch", FIRST)?], used: 0, grown: 0 })
+    }
+
+    /// Changes when memory that was handed out before is gone.
+    pub(super) fn generation(&self) -> u64 {
+        self.grown
     }
 
     fn take(&mut self, context: &Arc<Context>, bytes: usize) -> Result<Ptr> {
@@ -32,7 +41,7 @@ impl Scratch {
         if self.used + bytes > have {
             let wanted = (2 * have).max(bytes.next_multiple_of(ALIGN));
             self.blocks.push(Memory::new(context, "scratch", wanted)?);
-            self.used = 0;
+            (self.used, self.grown) = (0, self.grown + 1);
         }
         let ptr = self.blocks.last().map_or(Ptr::NULL, Memory::ptr).add(self.used);
         self.used = (self.used + bytes).next_multiple_of(ALIGN);

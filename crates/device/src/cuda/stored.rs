@@ -16,7 +16,7 @@ pub(super) const SLAB: usize = 64;
 /// Columns that share a scale.
 const GROUP: usize = 32;
 /// Tables from this size on stay in host memory, where the device reads single rows.
-const HOST_TABLE: usize = 1 << 30;
+pub const HOST_TABLE: usize = 1 << 30;
 
 /// Where a matrix lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

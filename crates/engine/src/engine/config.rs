@@ -145,6 +145,9 @@ pub struct EngineConfig {
     pub prefill_chunk: usize,
     /// Tokens that the page pool holds.
     pub kv_tokens: usize,
+    /// Whether the pool takes more tokens where the device has memory of its own: what is free there
+    /// when the weights are loaded.
+    pub fill_memory: bool,
     /// Most tokens of one sequence, output included; `None`: what model and pool allow.
     pub max_seq_tokens: Option<usize>,
     /// How cache rows are stored.
@@ -181,6 +184,8 @@ pub struct EngineConfig {
     pub known_costs: Option<CostCurve>,
     /// Plan a step while the device runs the one before.
     pub overlap: bool,
+    /// Launch steps that only decode as a whole, on devices that can record them.
+    pub graphs: bool,
     /// What the model runs on.
     pub device: DeviceChoice,
     /// Threads of a CPU device; `None`: all.
@@ -200,6 +205,7 @@ impl Default for EngineConfig {
             max_seqs: 16,
             prefill_chunk: 512,
             kv_tokens: 1 << 16,
+            fill_memory: false,
             max_seq_tokens: None,
             cache_format: crate::cache::CacheFormat::default(),
             prefill: PrefillMode::default(),
@@ -216,6 +222,7 @@ impl Default for EngineConfig {
             known_drafts: None,
             known_costs: None,
             overlap: true,
+            graphs: true,
             device: DeviceChoice::Cpu,
             threads: None,
             max_queued_requests: 4096,

@@ -25,7 +25,9 @@ impl Engine {
         let checkpoint = Checkpoint::open(source)?;
         match config.device.resolve() {
             DeviceChoice::Cuda(ordinal) => {
+                let plan = MemoryPlan::new(&checkpoint, config)?;
                 let device = Cuda::open(ordinal)?;
+                plan.check_gpu(device.memory()?.0 as u64)?;
                 let info = device.info();
                 let name = format!("cuda {} {:?}", info.name, info.capability);
                 Self::open_on(device, &name, checkpoint, config, progress)
@@ -52,7 +54,13 @@ impl Engine {
         identity.extend(name.bytes());
         let engram = Engram::new(&checkpoint.config().text_config, &tokenizer)?;
         let model = Model::load(&*device, &mut checkpoint, engram, progress)?;
-        Self::new(device, Arc::new(model), Some(tokenizer), &identity, config)
+        let mut config = config.clone();
+        if let (true, Some(free)) = (config.fill_memory, device.free_memory()?) {
+            let plan = MemoryPlan::new(&checkpoint, &config)?;
+            let positions = checkpoint.config().text_config.max_position_embeddings;
+            config.kv_tokens = plan.tokens_that_fill(free, positions);
+        }
+        Self::new(device, Arc::new(model), Some(tokenizer), &identity, &config)
     }
 
     /// An engine over a loaded model. `identity` names checkpoint, device and
@@ -66,7 +74,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         let mut shape = Shape::new(&model.config, config, identity)?;
         let worker = ModelWorker::new(device, model, &shape, config.cache_format)?;
-        let mut worker = worker.with_drafting(config);
+        let mut worker = worker.with_settings(config);
         if shape.adapt_drafts && shape.drafts > 0 {
             shape.costs = costs(&mut worker, &shape, config)?;
         }

@@ -4,12 +4,12 @@ use super::Model;
 use super::kept::{Kept, kept};
 use super::memory;
 use super::rope::{Rope, push_angles};
-use super::scratch::Scratch;
+use super::scratch::{Keep, Scratch};
 use crate::cache::Geometry;
 use crate::config::TextConfig;
 use crate::plan::{DraftSequence, IMAGE, StepPlan};
 use deepinfer_device::Device;
-use deepinfer_device::ops::{ABSENT, Result, RowMap};
+use deepinfer_device::ops::{ABSENT, GraphKey, Result, RowMap};
 
 /// The largest step that buffers are made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,6 +183,21 @@ pub struct Batch<D: Device> {
     /// Whether `decoder` are the rows that walk through the current layer.
     narrowed: bool,
     groups: Vec<Groups<D>>,
+    /// Recorded steps, where they are recorded.
+    graphs: Option<D::Graphs>,
+    /// What the step's operations depend on, if it can be recorded.
+    key: Option<GraphKey>,
+}
+
+/// Which series of operations a recorded one is.
+#[derive(Clone, Copy)]
+pub(super) enum Series {
+    /// [`Model::forward`].
+    Step,
+    /// The stages of a draft block.
+    Draft,
+    /// A token of a draft block.
+    DraftToken,
 }
 
 impl<D: Device> Batch<D> {
@@ -228,7 +243,40 @@ impl<D: Device> Batch<D> {
             decoder: RowSet::new(device, limits, pairs)?,
             narrowed: false,
             groups,
+            graphs: None,
+            key: None,
         })
+    }
+
+    /// From now on steps that only decode are recorded, where the device does that. The caller
+    /// ensures that all of them use the same model, caches and scratch, and no probe.
+    pub fn record(&mut self, device: &D) {
+        self.graphs = device.graphs();
+    }
+
+    /// Runs `f`, the operations of a series, recorded where that can be done.
+    pub(super) fn replay(
+        &mut self,
+        device: &D,
+        key: Option<GraphKey>,
+        f: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        match (key, self.graphs.take()) {
+            (Some(key), Some(mut graphs)) => {
+                let result = device.replay(&mut graphs, key, || f(self));
+                self.graphs = Some(graphs);
+                result
+            }
+            (_, graphs) => {
+                self.graphs = graphs;
+                f(self)
+            }
+        }
+    }
+
+    /// The key of the prepared step.
+    pub(super) fn key(&self) -> Option<GraphKey> {
+        self.key
     }
 
     /// The largest step that fits.
@@ -259,10 +307,9 @@ impl<D: Device> Batch<D> {
             device.upload(&kept.keep, &mut self.keep, 0)?;
             // The boundary chooses compressed rows afterwards; later layers read earlier choices.
             s.keep_rows(device, &self.keep, rows, self.feature_width, depth > 0)?;
+            let kept = Keep { device, keep: &self.keep, rows };
             for ids in &mut self.memory_rows {
-                let (width, kept) = (self.memory_columns, &mut self.memory_rows_kept);
-                device.gather_rows(ids, width, &self.keep, rows, kept)?;
-                std::mem::swap(ids, kept);
+                kept.only(ids, self.memory_columns, &mut self.memory_rows_kept)?;
             }
         }
         device.upload(&kept.rows, &mut self.keep, 0)?;
@@ -325,8 +372,13 @@ impl<D: Device> Batch<D> {
         device.upload(slots, &mut self.encoder.map.slot, 0)?;
         device.upload(slots, &mut self.decoder.map.slot, 0)?;
         self.encoder.upload(device, &all, plan.sequences.len())?;
+        // Steps that only decode; others hardly ever come again.
+        let decodes = self.outputs == self.rows && self.kept.is_empty() && self.image_count == 0;
+        let records = self.graphs.is_some() && decodes;
+        let (rows, sequences) = (self.rows as u32, plan.sequences.len() as u32);
+        self.key = records.then_some([Series::Step as u32, rows, sequences, 0]);
         for groups in &mut self.groups {
-            groups.prepare(device, &model.rope, &self.geometry, plan)?;
+            groups.prepare(device, &model.rope, &self.geometry, plan, records)?;
         }
         Ok(())
     }
@@ -355,6 +407,8 @@ impl<D: Device> Batch<D> {
         }
         self.narrowed = true;
         self.rows = tokens.len();
+        let series = Series::Draft as u32;
+        self.key = Some([series, self.rows as u32, sequences.len() as u32, block as u32]);
         device.upload(&tokens, &mut self.tokens, 0)?;
         device.upload(&slots, &mut self.decoder.map.slot, 0)?;
         self.decoder.upload(device, &host, sequences.len())
@@ -370,12 +424,15 @@ fn ring_row(slot: u32, position: u32, end: u32, ring: u32) -> u64 {
 }
 
 impl<D: Device> Groups<D> {
+    /// With `pad`, as many groups as a step of so many rows and sequences can complete; those that
+    /// it does not complete are stored nowhere.
     fn prepare(
         &mut self,
         device: &D,
         rope: &Rope,
         geometry: &Geometry,
         plan: &StepPlan,
+        pad: bool,
     ) -> Result<()> {
         let ratio = self.ratio as u32;
         let ring = geometry.pending_len(self.ratio) as u32;
@@ -398,6 +455,14 @@ impl<D: Device> Groups<D> {
             }
             pending.extend((start..end).map(|p| ring_row(q.slot, p, end, ring)));
             first_row += q.tokens.len() as u32;
+        }
+        if pad {
+            let sequences = plan.sequences.len();
+            let rows = first_row as usize;
+            let most = rows.min((rows + sequences * (self.ratio - 1)) / self.ratio);
+            members.resize(most * self.ratio, 1 << 31);
+            cache_rows.resize(most, u64::MAX);
+            angles.resize(most * rope.compressed.len() * 2, 0.0);
         }
         self.count = cache_rows.len();
         device.upload(&members, &mut self.members, 0)?;

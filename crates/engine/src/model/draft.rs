@@ -3,7 +3,7 @@
 
 use super::Model;
 use super::attention::Attention;
-use super::batch::{Batch, Limits};
+use super::batch::{Batch, Limits, Series};
 use super::experts::Experts;
 use super::probe::{NoProbe, Probe};
 use super::scratch::Scratch;
@@ -178,20 +178,21 @@ impl<D: Device> Model<D> {
         let model = self.draft.as_ref().expect("the checkpoint has draft stages");
         assert!(block <= model.block, "a block proposes at most {} tokens", model.block);
         batch.prepare_draft(device, self, sequences, block, model.noise)?;
-        let rows = batch.rows;
-        device.embed(&self.embed, &batch.tokens, rows, &mut s.x)?;
-        device.streams_start(&s.x, &s.shape, rows, &mut s.streams)?;
-        s.reset_pre(device, rows)?;
-        for (i, (stage, ring)) in model.stages.iter().zip(&caches.draft_windows).enumerate() {
-            let l = self.layers.len() + i;
-            stage.forward(device, l, ring, caches.ring_len, batch, s, probe)?;
-        }
-        let hidden = s.shape.hidden;
-        let raw = &mut drafts.raw_hidden;
-        device.streams_collapse(&s.streams, &s.mix.pre, &s.shape, rows, raw)?;
-        device.rms_norm(raw, &model.norm, model.eps, hidden, rows, &mut s.x)?;
-        device.linear_f32(&s.x, &self.head, 1.0, rows, &mut drafts.base_logits)?;
-        model.choose_tokens(device, self, sequences, block, s, drafts, choice)
+        batch.replay(device, batch.key(), |batch| {
+            let rows = batch.rows;
+            device.embed(&self.embed, &batch.tokens, rows, &mut s.x)?;
+            device.streams_start(&s.x, &s.shape, rows, &mut s.streams)?;
+            s.reset_pre(device, rows)?;
+            for (i, (stage, ring)) in model.stages.iter().zip(&caches.draft_windows).enumerate() {
+                let l = self.layers.len() + i;
+                stage.forward(device, l, ring, caches.ring_len, batch, s, probe)?;
+            }
+            let raw = &mut drafts.raw_hidden;
+            device.streams_collapse(&s.streams, &s.mix.pre, &s.shape, rows, raw)?;
+            device.rms_norm(raw, &model.norm, model.eps, s.shape.hidden, rows, &mut s.x)?;
+            device.linear_f32(&s.x, &self.head, 1.0, rows, &mut drafts.base_logits)
+        })?;
+        model.choose_tokens(device, self, sequences, block, batch, s, drafts, choice)
     }
 }
 
@@ -203,6 +204,7 @@ impl<D: Device> DraftModel<D> {
         model: &Model<D>,
         sequences: &[DraftSequence],
         block: usize,
+        batch: &mut Batch<D>,
         s: &mut Scratch<D>,
         drafts: &mut DraftScratch<D>,
         choice: &mut impl DraftChoice<D>,
@@ -210,6 +212,7 @@ impl<D: Device> DraftModel<D> {
         let n = sequences.len();
         let vocab = model.config.text_config.vocab_size;
         let hidden = s.shape.hidden;
+        let key = Some([Series::DraftToken as u32, 0, n as u32, 0]);
         drafts.sequences = n;
         let first: Vec<u32> = sequences.iter().map(|q| q.token).collect();
         device.upload(&first, &mut drafts.previous, 0)?;
@@ -219,17 +222,19 @@ impl<D: Device> DraftModel<D> {
             let rows: Vec<u32> = (0..n).map(|q| (q * block + i) as u32).collect();
             device.upload(&rows, &mut drafts.step_rows, 0)?;
             let d = &mut *drafts;
-            device.embed(&self.markov_embed, &d.previous, n, &mut d.embedding)?;
-            device.linear_f32(&d.embedding, &self.markov_head, 1.0, n, &mut d.markov_logits)?;
-            device.gather_rows(&d.base_logits, vocab, &d.step_rows, n, &mut d.logits)?;
-            device.add_rows_f32(&d.markov_logits, vocab, n, &mut d.logits, &d.sequence_rows)?;
-            let states = match self.confidence_input {
-                ConfidenceInput::Raw => &d.raw_hidden,
-                ConfidenceInput::Normalized => &s.x,
-            };
-            device.gather_rows(states, hidden, &d.step_rows, n, &mut d.hidden)?;
-            device.concat(&d.hidden, hidden, &d.embedding, self.rank, n, &mut d.joined)?;
-            device.linear_f32(&d.joined, &self.confidence, 1.0, n, &mut d.confidence)?;
+            batch.replay(device, key, |_| {
+                device.embed(&self.markov_embed, &d.previous, n, &mut d.embedding)?;
+                device.linear_f32(&d.embedding, &self.markov_head, 1.0, n, &mut d.markov_logits)?;
+                device.gather_rows(&d.base_logits, vocab, &d.step_rows, n, &mut d.logits)?;
+                device.add_rows_f32(&d.markov_logits, vocab, n, &mut d.logits, &d.sequence_rows)?;
+                let states = match self.confidence_input {
+                    ConfidenceInput::Raw => &d.raw_hidden,
+                    ConfidenceInput::Normalized => &s.x,
+                };
+                device.gather_rows(states, hidden, &d.step_rows, n, &mut d.hidden)?;
+                device.concat(&d.hidden, hidden, &d.embedding, self.rank, n, &mut d.joined)?;
+                device.linear_f32(&d.joined, &self.confidence, 1.0, n, &mut d.confidence)
+            })?;
 
             choice.choose(device, i, drafts)?;
             let mut chosen = vec![0u32; n];

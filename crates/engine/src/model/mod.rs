@@ -68,14 +68,16 @@ impl<D: Device> Model<D> {
     ) -> Result<usize> {
         batch.prepare(device, self, plan)?;
         self.memory_prefetch(device, batch);
-        self.start(device, batch, scratch)?;
-        for layer in &self.layers {
-            self.layer_forward(device, layer, caches, batch, scratch, probe)?;
-        }
-        if let Some(draft) = &self.draft {
-            draft.publish(device, self.layers.len(), caches, batch, scratch, probe)?;
-        }
-        self.output(device, batch, scratch, probe)?;
+        batch.replay(device, batch.key(), |batch| {
+            self.start(device, batch, scratch)?;
+            for layer in &self.layers {
+                self.layer_forward(device, layer, caches, batch, scratch, probe)?;
+            }
+            if let Some(draft) = &self.draft {
+                draft.publish(device, self.layers.len(), caches, batch, scratch, probe)?;
+            }
+            self.output(device, batch, scratch, probe)
+        })?;
         Ok(batch.outputs)
     }
 

@@ -3,8 +3,8 @@
 use super::batch::Limits;
 use crate::cache::RowFormats;
 use crate::config::TextConfig;
-use deepinfer_device::Device;
 use deepinfer_device::ops::{Mix, Result, StreamShape};
+use deepinfer_device::{Device, Element};
 
 /// Work space of [`super::Model::forward`]. `T` is the most rows a step may have, `O` the most
 /// output rows.
@@ -172,22 +172,38 @@ impl<D: Device> Scratch<D> {
         choices: bool,
     ) -> Result<()> {
         let (s, h) = (self.shape.streams, self.shape.hidden);
-        device.gather_rows(&self.streams, s * h, keep, rows, &mut self.streams_kept)?;
-        std::mem::swap(&mut self.streams, &mut self.streams_kept);
-        device.gather_rows(&self.mix.pre, s, keep, rows, &mut self.pre_kept)?;
-        std::mem::swap(&mut self.mix.pre, &mut self.pre_kept);
-        device.gather_rows(&self.x, h, keep, rows, &mut self.collapsed)?;
-        std::mem::swap(&mut self.x, &mut self.collapsed);
-        device.gather_rows(&self.features, feature_width, keep, rows, &mut self.features_kept)?;
-        std::mem::swap(&mut self.features, &mut self.features_kept);
+        let kept = Keep { device, keep, rows };
+        kept.only(&mut self.streams, s * h, &mut self.streams_kept)?;
+        kept.only(&mut self.mix.pre, s, &mut self.pre_kept)?;
+        kept.only(&mut self.x, h, &mut self.collapsed)?;
+        kept.only(&mut self.features, feature_width, &mut self.features_kept)?;
         if choices {
-            let k = self.selected_k;
-            device.gather_rows(&self.selected, k, keep, rows, &mut self.selected_kept)?;
-            std::mem::swap(&mut self.selected, &mut self.selected_kept);
-            let blocks = self.candidate_blocks;
-            device.gather_rows(&self.candidates, blocks, keep, rows, &mut self.candidates_kept)?;
-            std::mem::swap(&mut self.candidates, &mut self.candidates_kept);
+            let (k, blocks) = (self.selected_k, self.candidate_blocks);
+            kept.only(&mut self.selected, k, &mut self.selected_kept)?;
+            kept.only(&mut self.candidates, blocks, &mut self.candidates_kept)?;
         }
         Ok(())
+    }
+}
+
+/// Rows that go on.
+pub(super) struct Keep<'a, D: Device> {
+    pub(super) device: &'a D,
+    /// Their numbers.
+    pub(super) keep: &'a D::Buffer<u32>,
+    pub(super) rows: usize,
+}
+
+impl<D: Device> Keep<'_, D> {
+    /// Leaves only them in `x`, rows of `width`. Buffers stay where they are: recorded steps know
+    /// them by their addresses.
+    pub(super) fn only<E: Element>(
+        &self,
+        x: &mut D::Buffer<E>,
+        width: usize,
+        spare: &mut D::Buffer<E>,
+    ) -> Result<()> {
+        self.device.gather_rows(x, width, self.keep, self.rows, spare)?;
+        self.device.copy(spare, 0, x, 0, self.rows * width)
     }
 }

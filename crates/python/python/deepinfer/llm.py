@@ -25,7 +25,8 @@ class LLM:
 
     Args:
         model: Folder of a checkpoint as published; ``None``: the demo model inside this package.
-        kv_tokens: Tokens that the cache pool holds, over all sequences.
+        kv_tokens: Tokens that the cache pool holds, over all sequences; ``None``: 65536, or on a GPU
+            what its free memory holds.
         max_num_seqs: Most requests that run at a time; others wait.
         max_num_batched_tokens: Most rows in a step.
         draft: Tokens drafted ahead: ``"auto"``, ``"off"`` or a number. Changes speed only.
@@ -53,7 +54,7 @@ class LLM:
         self,
         model: Union[str, "PathLike[str]", None] = None,
         *,
-        kv_tokens: int = 65536,
+        kv_tokens: Optional[int] = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 1024,
         draft: Union[str, int] = "auto",
