@@ -2,6 +2,7 @@
 //! Needs a GPU; without one it says so.
 
 mod common;
+mod random;
 
 use common::{random_tokens, testdata};
 use deepinfer::checkpoint::Source;

@@ -87,6 +87,7 @@ impl Device for Rounding {
     type Buffer<E: Element> = Buffer<E>;
     type Matrix = Weight;
     type Experts = Experts;
+    type Graphs = ();
 
     fn alloc<E: Element>(&self, len: usize) -> Result<Buffer<E>> {
         self.cpu.alloc(len)
