@@ -113,9 +113,10 @@ fn operations(cpu: &Cpu) -> f64 {
         });
         start.elapsed().as_secs_f64()
     };
-    const FEW: usize = 1 << 14;
-    // Some milliseconds. The shortest counts: the others shared a processor.
-    let times = (FEW as f64 * 5e-3 / seconds(FEW)).clamp(1.0, 1e9) as usize;
+    const FEW: usize = 1 << 16;
+    // Some milliseconds, also if the first ones were spent waiting. The shortest counts: the others
+    // shared a processor.
+    let times = ((FEW as f64 * 5e-3 / seconds(FEW)) as usize).clamp(FEW, 1 << 30);
     let shortest = (0..3).map(|_| seconds(times)).fold(f64::INFINITY, f64::min);
     let sums = if wide { WIDE } else { NARROW };
     (2 * LANES * sums * cpu.threads()) as f64 * times as f64 / shortest
