@@ -2,7 +2,7 @@
 
 mod bench;
 
-pub use bench::{Bench, BenchCommand, BenchOps, BenchPlot};
+pub use bench::{Bench, BenchCommand, BenchLayer, BenchOps, BenchPlot};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;

@@ -1,11 +1,14 @@
 //! `deepinfer bench`: the model's speed, against the machine's in the same minutes.
 
 mod bytes;
+mod layer;
 mod limits;
 mod memory;
 mod ops;
 mod plot;
 mod report;
+
+pub use layer::Slice;
 
 use crate::args::{Bench, BenchCommand};
 use crate::failure::{Failure, Outcome};
@@ -60,6 +63,7 @@ pub fn run(args: &Bench) -> Outcome {
         None => model(args),
         Some(BenchCommand::Ops(args)) => ops::run(args),
         Some(BenchCommand::Plot(args)) => plot::run(args),
+        Some(BenchCommand::Layer(args)) => layer::run(args),
     }
 }
 

@@ -1,6 +1,7 @@
 //! `deepinfer bench`, and what it measures besides the whole model.
 
 use super::{ModelArgs, RunArgs};
+use crate::bench::Slice;
 use clap::{Args, Subcommand};
 use deepinfer_device::DeviceChoice;
 use std::num::NonZeroUsize;
@@ -39,6 +40,45 @@ pub enum BenchCommand {
     Ops(BenchOps),
     /// Draw the JSON reports of bench ops as bars
     Plot(BenchPlot),
+    /// Measure layers at the released sizes, with random weights made on the device
+    Layer(BenchLayer),
+}
+
+#[derive(Debug, Args)]
+pub struct BenchLayer {
+    /// What to measure: auto (a GPU if there is one), cpu (a small shape) or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    pub device: DeviceChoice,
+    /// Layers, run one after the other: from 6, one of each kind, to 40, or max, as many as fit
+    #[arg(long, value_name = "N|max")]
+    pub slice: Option<Slice>,
+    /// About how many rows each n-gram table has
+    #[arg(long, value_name = "R")]
+    pub engram_rows: Option<u64>,
+    /// Sequences of decode steps and drafts
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    pub rows: Vec<usize>,
+    /// Rows of prompts; 0 for none
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    pub prefill: Vec<usize>,
+    /// Positions of a sequence
+    #[arg(long, value_name = "N,...", value_delimiter = ',')]
+    pub context: Vec<usize>,
+    /// Most rows of a prompt in a step
+    #[arg(long, value_name = "N", default_value = "16384")]
+    pub chunk: NonZeroUsize,
+    /// Print the time of each operation too; --json always has it
+    #[arg(long)]
+    pub operations: bool,
+    /// Key of the random numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Threads of a CPU; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]
