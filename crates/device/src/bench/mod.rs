@@ -23,7 +23,7 @@ mod small;
 use crate::error::DeviceError;
 use crate::inputs::Random;
 use crate::ops::{Device, Result};
-use cases::{Cases, Maker, Ready};
+use cases::{Case, Cases, Maker, Ready};
 
 /// Most copies of an operation's inputs.
 pub const COPIES: usize = 512;
@@ -204,7 +204,7 @@ pub fn cases<D: Measure>(options: &Options) -> Vec<(&'static str, String)> {
     cases.into_iter().map(|case| (case.operation, case.shape)).collect()
 }
 
-fn all<D: Measure>(options: &Options) -> Vec<cases::Case<D>> {
+fn all<D: Measure>(options: &Options) -> Vec<Case<D>> {
     let mut cases = Cases::new(options.extent);
     linear::add(&mut cases);
     experts::add(&mut cases);
@@ -228,10 +228,18 @@ pub fn run<D: Measure>(
     options: &Options,
     observe: &mut dyn FnMut(&'static str, &str, Option<&Row>),
 ) -> Result<Vec<Row>> {
+    run_cases(device, all::<D>(options), observe)
+}
+
+fn run_cases<D: Measure>(
+    device: &D,
+    cases: Vec<Case<D>>,
+    observe: &mut dyn FnMut(&'static str, &str, Option<&Row>),
+) -> Result<Vec<Row>> {
     let mut yardstick = device.yardstick()?;
     let mut maker = Maker::new(device, Random::new(1));
     let mut rows = Vec::new();
-    for case in all::<D>(options) {
+    for case in cases {
         observe(case.operation, &case.shape, None);
         let result =
             (case.prepare)(&mut maker).and_then(|ready| measure(device, ready, &mut yardstick));
@@ -311,6 +319,41 @@ mod tests {
         let both = Limits::median(&[LIMITS, faster]).expect("two");
         assert_eq!((both.memory, both.host, both.launch), (2e9, Some(1e8), 1e-6));
         assert_eq!(Limits::median(&[]), None);
+    }
+
+    #[test]
+    fn a_case_without_memory_is_skipped_and_a_failing_device_ends_all() {
+        let error = |fits: bool| match fits {
+            true => DeviceError::Stopped,
+            false => DeviceError::OutOfMemory { what: "a buffer", wanted: 9 },
+        };
+        let measured = |failing: bool| {
+            let mut cases = Cases::<Cpu>::new(Extent::Quick);
+            cases.add("large", "a".into(), move |_| Err(error(failing)));
+            cases.add("small", "b".into(), |maker| {
+                let (x, weight) = (maker.acts(8)?, maker.values(8, 1.0)?);
+                let mut out = maker.device.alloc(8)?;
+                Ready::new(Work::default(), 3, move |device: &Cpu, i| {
+                    assert!(i < 3);
+                    device.rms_norm(&x, &weight, 1.0, 8, 1, &mut out)
+                })
+            });
+            let mut seen = Vec::new();
+            let cpu = Cpu::new(Some(1)).expect("threads start");
+            let rows = run_cases(&cpu, cases.list, &mut |operation, _, row| {
+                seen.push((operation, row.map(|row| row.result.is_ok())));
+            });
+            (rows, seen)
+        };
+        let (rows, seen) = measured(false);
+        let order =
+            [("large", None), ("large", Some(false)), ("small", None), ("small", Some(true))];
+        assert_eq!(seen, order);
+        let rows = rows.expect("the device works");
+        assert!(matches!(rows[0].result, Err(DeviceError::OutOfMemory { wanted: 9, .. })));
+        assert!(rows[1].result.as_ref().is_ok_and(|figures| figures.seconds > 0.0));
+        let (rows, seen) = measured(true);
+        assert!(matches!(rows, Err(DeviceError::Stopped)) && seen == [("large", None)]);
     }
 
     #[test]
