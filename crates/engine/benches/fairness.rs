@@ -9,6 +9,7 @@
 
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
+use deepinfer::metrics::Histogram;
 use deepinfer::request::{Event, Request, RequestHandle, SamplingParams};
 use std::time::{Duration, Instant};
 
@@ -70,25 +71,38 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         tokens as f64 / counted.replace(Instant::now()).elapsed().as_secs_f64()
     };
     rate(1.0);
+    // Steps and their seconds.
+    let steps = |histogram: &Histogram| (histogram.counts().iter().sum::<u64>(), histogram.sum());
+    let start = steps(&engine.metrics().decode_steps);
     let quiet = rate(4.0);
+    let end = steps(&engine.metrics().decode_steps);
+    println!(
+        "decoding alone: {quiet:.0} tokens/s, {:.2} ms a step",
+        1e3 * (end.1 - start.1) / (end.0 - start.0) as f64
+    );
     let start = Instant::now();
     counted.set(start);
+    let metrics = engine.metrics();
+    let before = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
     let long = engine.submit(request(len, 4, 1))?;
+    let reader = std::thread::spawn(move || first_token(&long, start));
     let mut rates: Vec<f64> = Vec::new();
     let mut newcomers: Vec<f64> = Vec::new();
     loop {
-        rates.push(rate(2.0));
-        if long.is_done() || long.try_recv().is_some() {
+        let speed = rate(2.0);
+        if reader.is_finished() {
             break;
         }
+        rates.push(speed);
         let arrival = Instant::now();
         let newcomer = engine.submit(request(100, 5 + newcomers.len() as u32, 4))?;
         newcomers.push(first_token(&newcomer, arrival));
-        if long.try_recv().is_some() {
-            break;
-        }
     }
-    let beside = start.elapsed().as_secs_f64();
+    let after = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
+    let beside = reader.join().map_err(|_| "the reader of the prompt's answer failed")?;
+    if rates.is_empty() {
+        return Err("the prompt is too short to measure rates beside it".into());
+    }
     if runners.iter().any(RequestHandle::is_done) {
         return Err("the running requests ended before the prompt was read".into());
     }
@@ -105,5 +119,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         rates.len()
     );
     println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
+    for (name, before, after) in
+        [("only decoded", before[0], after[0]), ("read prompts", before[1], after[1])]
+    {
+        let (count, seconds) = (after.0 - before.0, after.1 - before.1);
+        println!(
+            "{count} steps that {name}: {seconds:.2} s, {:.2} ms each",
+            1e3 * seconds / count as f64
+        );
+    }
     Ok(())
 }
