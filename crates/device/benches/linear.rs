@@ -1,8 +1,9 @@
 //! Speed of linear layers and experts, as shares of what this machine can do in the same minute:
 //! `cargo bench -p deepinfer-device --bench linear -- [--threads N] [--rounds N] [--isa NAME]
-//! [--cpu-time]`.
+//! [--cpu-time] [--by-rows]`.
 //!
-//! One row (decode) against the rate at which all threads read memory; many rows (prefill) against
+//! With `--by-rows`, a matrix of each format at the row counts of decoding with drafts or in
+//! batches, against the f32 rate. Without, one row (decode) against the rate at which all threads read memory; many rows (prefill) against
 //! the f32 rate of the `gemm` crate. Figures of other machines or moments do not compare, so each
 //! round measures the limit and the products in turn, and medians are printed. With `--threads 1
 //! --cpu-time` (Linux), time is what the scheduler gave this thread: on a busy machine, wall time
@@ -37,6 +38,9 @@ fn main() {
     println!("{} threads, {:?}, medians of {rounds} rounds", cpu.threads(), cpu.isa());
     // Operations of a step follow each other on a thread of the pool.
     cpu.pool().install(|| {
+        if args.iter().any(|a| a == "--by-rows") {
+            return by_rows(&cpu, rounds);
+        }
         decode(&cpu, rounds, number("--pool-mb").unwrap_or(POOL_MB) << 20);
         prefill(&cpu, rounds);
     });
@@ -182,6 +186,33 @@ fn decode(cpu: &Cpu, rounds: usize, size: usize) {
     report("fp8, 6 rows", "GB/s", &rates[3], &limits);
     report("fp4, 6 rows", "GB/s", &rates[4], &limits);
     report("6 experts and shared, 1 row", "GB/s", &rates[5], &limits);
+}
+
+fn by_rows(cpu: &Cpu, rounds: usize) {
+    const ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 24, 32];
+    let most = ROWS[ROWS.len() - 1];
+    // More than the second cache holds.
+    let formats = [Format::Fp8Block32, Format::Fp4Row32];
+    let pools = formats.map(|format| pool(format, &[(INNER, HIDDEN)], 48 << 20));
+    let x = values(most * HIDDEN);
+    let (tall, wide) = (values(PREFILL * HIDDEN), values(INNER * HIDDEN));
+    let mut out = vec![0.0; PREFILL * INNER];
+    let work = |rows: usize| (2 * rows * INNER * HIDDEN) as f64 / 1e9;
+    let mut limits = Vec::new();
+    let mut rates = vec![Vec::new(); ROWS.len() * formats.len()];
+    for _ in 0..rounds {
+        limits.push(work(PREFILL) / seconds(|| yardstick(&tall, &wide, cpu.threads(), &mut out)));
+        let cases = ROWS.iter().flat_map(|rows| pools.iter().map(move |pool| (*rows, pool)));
+        for (rates, (rows, pool)) in rates.iter_mut().zip(cases) {
+            let t = seconds(|| pool.iter().for_each(|w| linear(cpu, &x, w, rows, &mut out)));
+            rates.push(work(rows) * pool.len() as f64 / t);
+        }
+    }
+    println!("f32 gemm                     {:>7.1} GFLOP/s", median(&limits));
+    for (i, rates) in rates.iter().enumerate() {
+        let (rows, format) = (ROWS[i / formats.len()], formats[i % formats.len()]);
+        report(&format!("{format:?}, {rows} rows"), "GFLOP/s", rates, &limits);
+    }
 }
 
 fn stored_bytes(e: &Expert<StoredMatrix>) -> usize {

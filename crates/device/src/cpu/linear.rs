@@ -208,6 +208,16 @@ impl<'a> Rows<'a> {
         self.len
     }
 
+    /// Those of these rows.
+    pub(crate) fn part(&self, rows: Range<usize>) -> Rows<'a> {
+        let len = rows.len();
+        let (data, index) = match self.index {
+            Some(index) => (self.data, Some(&index[rows])),
+            None => (&self.data[rows.start * self.stride..], None),
+        };
+        Rows { data, len, index, ..*self }
+    }
+
     #[inline(always)]
     pub(crate) fn row(&self, i: usize) -> &'a [f32] {
         let i = self.index.map_or(i, |index| index[i] as usize);

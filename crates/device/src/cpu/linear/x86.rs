@@ -10,17 +10,18 @@ use crate::tensor::{Format, StoredMatrix};
 use std::ops::Range;
 
 /// Defines the products of an instruction set: for each format, how codes are widened (in `STEPS`
-/// steps a chunk); and up to how many activation rows are multiplied with how many stored rows at a
-/// time. For more activation rows, stored rows are widened to f32 first.
+/// steps a chunk); up to how many activation rows are multiplied with how many stored rows at a
+/// time; and up to how many rows are cut into passes of the largest such number. For more activation
+/// rows, stored rows are widened to f32 first.
 macro_rules! products {
-    ($name:ident, $features:literal, $simd:ty, $tiles:tt,
+    ($name:ident, $features:literal, $simd:ty, $tiles:tt, $passes:literal,
         { $($format:pat => $decode:expr, $steps:literal;)* } $(else $other:ident)?) => {
         #[target_feature(enable = $features)]
         pub(super) fn $name(x: &Rows, w: &StoredMatrix, n: Range<usize>, out: &mut [f32]) {
             match w.format {
                 $($format => {
                     let args = ($decode, x, w, n, out);
-                    by_rows!($simd, $steps, args, $tiles)
+                    by_rows!($name, $simd, $steps, args, $tiles, $passes)
                 })*
                 $(_ => $other(x, w, n, out),)?
             }
@@ -29,8 +30,9 @@ macro_rules! products {
 }
 
 macro_rules! by_rows {
-    ($simd:ty, $steps:literal, $args:ident,
-        { $($m:literal x $r:literal),* }) => {{
+    ($name:ident, $simd:ty, $steps:literal, $args:ident,
+        { $($m:literal x $r:literal),* }, $passes:literal) => {{
+        const LARGEST: usize = [$($m),*][[$($m),*].len() - 1];
         let (decode, x, w, n, out) = $args;
         match x.len() {
             0 => {}
@@ -38,13 +40,19 @@ macro_rules! by_rows {
             $(rows if rows <= $m => unsafe {
                 few::<$simd, _, $steps, $m, $r>(decode, x, w, n, out)
             },)*
+            rows if rows <= $passes => {
+                for from in (0..rows).step_by(LARGEST) {
+                    let to = rows.min(from + LARGEST);
+                    $name(&x.part(from..to), w, n.clone(), &mut out[from * n.len()..to * n.len()]);
+                }
+            }
             // SAFETY: as above.
             _ => unsafe { many::<$simd, _, $steps>(decode, x, w, n, out) },
         }
     }};
 }
 
-products!(block_avx2, "avx2,fma,f16c", Avx2, { 1 x 4, 2 x 4, 4 x 2 }, {
+products!(block_avx2, "avx2,fma,f16c", Avx2, { 1 x 4, 2 x 4, 4 x 2 }, 4, {
     Format::F32 => F32, 1;
     Format::Bf16 => Bf16, 1;
     Format::Fp8Block32 | Format::Fp8Row32 => Fp8Avx2, 4;
@@ -55,6 +63,7 @@ products!(
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
     Avx512,
     { 1 x 4, 2 x 4, 4 x 4, 6 x 2, 8 x 2 },
+    8,
     {
         Format::F32 => F32, 1;
         Format::Bf16 => Bf16, 1;
@@ -65,7 +74,8 @@ products!(
     block_vbmi,
     "avx512vbmi,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c",
     Avx512,
-    { 1 x 4, 2 x 4, 4 x 4, 6 x 2, 8 x 2 },
+    { 1 x 4, 2 x 4, 4 x 4 },
+    10,
     {
         Format::Fp8Block32 | Format::Fp8Row32 => Fp8Vbmi::new(), 4;
     } else block_avx512
