@@ -1,15 +1,15 @@
 // Attention over selected rows, the window and the sink.
 //
-// A block holds 16 or 64 heads of one query and walks its keys in pieces of 64. A piece is decoded
-// to bf16 in chunks of 256 columns: once for the scores, and once more for the sums, where the last
-// chunk is still there. The next piece's rows are on their way to the cache meanwhile. A piece's sums are complete before they are merged with those of the pieces
-// before it, so one block that walks all pieces and a block a piece with `attend_merge` behind them
-// give the same bits. Scores are in units of log2.
+// A block holds 16 or 64 heads of one query and walks its keys in pieces of 64. With 64 heads, 16 warps
+// decode a piece to bf16 as a whole, in dynamic shared memory. With 16, 8 warps do so in chunks of 256
+// columns: once for the scores, and once more for the sums, where the last chunk is still there. The
+// next piece's rows are on their way to the cache meanwhile. A piece's sums are complete before they
+// are merged with those of the pieces before it, so one block that walks all pieces and a block a piece
+// with `attend_merge` behind them give the same bits. Scores are in units of log2.
 #include "cache.cuh"
 
 constexpr int PIECE = 64;
 constexpr int CHUNK = 256;
-constexpr int THREADS = 256;
 constexpr float LOG2_E = 1.44269504f;
 
 struct Args {
@@ -94,35 +94,54 @@ struct False {
     static constexpr bool value = false;
 };
 
+// Where the window's rows of a query lie.
+struct Window {
+    u32 from, fresh_from;
+    const u8 *ring, *fresh;
+};
+
 // EXACT rows are bf16 or f32, the others quantized.
 template <int TILES, int CHUNKS, bool EXACT>
 __device__ __forceinline__ void attend(const Args& a) {
     constexpr int HEADS = 16 * TILES;
-    constexpr int WARPS = THREADS / 32;
+    constexpr bool WHOLE = TILES == 4;  // all chunks of a piece are there at once
+    constexpr int WARPS = WHOLE ? 16 : 8;
     constexpr int WARP_KEYS = PIECE / WARPS;  // rows that a warp decodes
     constexpr int GROUPS = PIECE / 8;
     // For the scores, a warp has one tile of 16 heads and so many groups of 8 keys; for the sums, so
     // many tiles and groups of 16 columns.
-    constexpr int WARP_GROUPS = TILES;
+    constexpr int WARP_GROUPS = GROUPS * TILES / WARPS;
     constexpr int SUM_TILES = TILES == 4 ? 2 : 1;
-    constexpr int COLUMN_GROUPS = TILES == 4 ? 4 : 2;
+    constexpr int COLUMN_GROUPS = CHUNK / 16 * TILES / (SUM_TILES * WARPS);
+    constexpr int CHUNK_BYTES = PIECE * CHUNK * 2;
 
-    __shared__ __align__(16) u8 tile[PIECE * CHUNK * 2];
+    extern __shared__ __align__(16) u8 whole[];
+    __shared__ __align__(16) u8 part[WHOLE ? 16 : CHUNK_BYTES];
+    u8* const tile = WHOLE ? whole : part;
     __shared__ __align__(16) u8 weights[HEADS * PIECE * 2];
     __shared__ const u8* address[2][PIECE];
     __shared__ float group_top[HEADS][GROUPS];
     __shared__ float group_sum[HEADS][GROUPS];
     __shared__ float2 factors[HEADS];
+    __shared__ float2 seen[HEADS];  // of each head so far: largest score, sum of exponentials
 
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int g = lane >> 2, t = lane & 3;
-    const int score_tile = warp % TILES, key_part = warp / TILES;
-    const int sum_tile = TILES == 4 ? warp % 2 * 2 : 0, column_part = TILES == 4 ? warp / 2 : warp;
+    int lane, warp, g, t, score_tile, key_part, sum_tile, column_part;
+    auto find_thread = [&] {
+        // What follows from it is found again, too, rather than kept in registers.
+        u32 thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        lane = int(thread & 31), warp = int(thread >> 5);
+        g = lane >> 2, t = lane & 3;
+        score_tile = warp % TILES, key_part = warp / TILES;
+        sum_tile = TILES == 4 ? warp % 2 * 2 : 0, column_part = TILES == 4 ? warp / 2 : warp;
+    };
+    find_thread();
     const u32 row = blockIdx.y;
     const int first_head = int(blockIdx.x) * HEADS;
+    const int dim = WHOLE ? CHUNKS * CHUNK : a.dim;
     const int2 keys = count_keys(a, row);
     const int pieces = (keys.y + PIECE - 1) / PIECE;
-    const bool split = a.pieces > 0;
+    const bool split = !WHOLE && a.pieces > 0;
     const int from = split ? int(blockIdx.z) : 0;
     const int to = split ? from + 1 : pieces;
     if (split && from >= pieces) return;
@@ -130,9 +149,15 @@ __device__ __forceinline__ void attend(const Args& a) {
     // Where the rows of a piece lie, in three steps, each of which needs what the one before has
     // read: row numbers, pages, addresses. A thread has one row.
     const u32 sequence = a.sequence[row];
-    const u32 window_from = a.window_from[row], fresh_from = a.fresh_from[sequence];
-    const u8* ring = a.ring + u64(a.slot[sequence]) * a.ring_len * a.window_bytes;
-    const u8* fresh = a.fresh + u64(a.first_row[sequence]) * a.window_bytes;
+    auto find_window = [&] {
+        Window w;
+        w.from = a.window_from[row];
+        w.fresh_from = a.fresh_from[sequence];
+        w.ring = a.ring + u64(a.slot[sequence]) * a.ring_len * a.window_bytes;
+        w.fresh = a.fresh + u64(a.first_row[sequence]) * a.window_bytes;
+        return w;
+    };
+    const Window early = find_window();
     u32 index = 0, page = 0;
     auto find_index = [&](int piece) {
         const int key = piece * PIECE + int(threadIdx.x);
@@ -155,10 +180,12 @@ __device__ __forceinline__ void attend(const Args& a) {
             bytes = u32(a.selected.row_bytes);
             at = a.selected.cache + (u64(page) * a.selected.rows_per_page + in_page) * bytes;
         } else if (key < keys.y) {
-            const u32 position = window_from + u32(key - keys.x);
+            // Found again where all registers are needed.
+            const Window w = WHOLE ? find_window() : early;
+            const u32 position = w.from + u32(key - keys.x);
             bytes = u32(a.window_bytes);
-            at = position < fresh_from ? ring + u64(position % u32(a.ring_len)) * bytes
-                                       : fresh + u64(position - fresh_from) * bytes;
+            at = position < w.fresh_from ? w.ring + u64(position % u32(a.ring_len)) * bytes
+                                         : w.fresh + u64(position - w.fresh_from) * bytes;
         }
         address[piece & 1][threadIdx.x] = at;
         if (ahead) {
@@ -167,9 +194,11 @@ __device__ __forceinline__ void attend(const Args& a) {
     };
 
     // Decodes a chunk of a piece: lane l has columns 8l .. 8l + 8 of the warp's rows.
+    auto place = [&](int chunk, int key) {
+        return tile + (WHOLE ? chunk * CHUNK_BYTES : 0) + key * 512 + swizzle(warp, lane);
+    };
     auto stage_any = [&](int piece, int chunk) {
-        // Exact rows are wide: fewer are read at once.
-        constexpr int LOADS = EXACT || TILES == 1 ? 2 : WARP_KEYS;
+        constexpr int LOADS = 2;
         const int col = chunk * CHUNK + lane * 8;
         auto format_of = [&](int key) {
             return piece * PIECE + key < keys.x ? a.selected.format : a.window_format;
@@ -182,9 +211,9 @@ __device__ __forceinline__ void attend(const Args& a) {
                 const int key = warp + WARPS * (first + i);
                 raw[i].codes = make_uint4(0, 0, 0, 0);
                 raw[i].scale = 0;
-                if (piece * PIECE + key < keys.y && col < a.dim) {
+                if (piece * PIECE + key < keys.y && col < dim) {
                     const bool selected = piece * PIECE + key < keys.x;
-                    raw[i] = read8<false>(format_of(key), address[piece & 1][key], a.dim, col,
+                    raw[i] = read8<false>(format_of(key), address[piece & 1][key], dim, col,
                                           selected ? a.selected.align : a.window_align);
                 }
                 if (!EXACT) raw[i].codes.z = raw[i].codes.w = 0;
@@ -192,7 +221,7 @@ __device__ __forceinline__ void attend(const Args& a) {
 #pragma unroll
             for (int i = 0; i < LOADS; i++) {
                 const int key = warp + WARPS * (first + i);
-                *reinterpret_cast<uint4*>(tile + key * 512 + swizzle(warp, lane)) = decode8(format_of(key), raw[i]);
+                *reinterpret_cast<uint4*>(place(chunk, key)) = decode8(format_of(key), raw[i]);
             }
         }
     };
@@ -200,7 +229,7 @@ __device__ __forceinline__ void attend(const Args& a) {
     auto stage_whole = [&](int piece, int chunk, auto is_nvfp4) {
         constexpr bool NVFP4 = decltype(is_nvfp4)::value;
         const int col = chunk * CHUNK + lane * 8;
-        constexpr int LOADS = TILES == 4 ? WARP_KEYS : WARP_KEYS / 2;
+        constexpr int LOADS = WHOLE ? 2 : 4;
 #pragma unroll
         for (int first = 0; first < WARP_KEYS; first += LOADS) {
             const u8* rows[LOADS];
@@ -212,10 +241,10 @@ __device__ __forceinline__ void attend(const Args& a) {
             for (int i = 0; i < LOADS; i++) {
                 if (NVFP4) {
                     codes[i] = make_uint2(__ldg(reinterpret_cast<const u32*>(rows[i] + col / 2)), 0);
-                    scale[i] = __ldg(rows[i] + a.dim / 2 + col / 16);
+                    scale[i] = __ldg(rows[i] + dim / 2 + col / 16);
                 } else {
                     codes[i] = __ldg(reinterpret_cast<const uint2*>(rows[i] + col));
-                    scale[i] = __ldg(rows[i] + a.dim + col / 32);
+                    scale[i] = __ldg(rows[i] + dim + col / 32);
                 }
             }
 #pragma unroll
@@ -231,14 +260,12 @@ __device__ __forceinline__ void attend(const Args& a) {
                 const u32 factor = both(NVFP4 ? e4m3_bf16(scale[i]) : ue8m0_bf16(scale[i]));
 #pragma unroll
                 for (int j = 0; j < 4; j++) p[j] = mul2(mul2(p[j], lift), factor);
-                u8* to = tile + (warp + WARPS * (first + i)) * 512 + swizzle(warp, lane);
-                *reinterpret_cast<uint4*>(to) = make_uint4(p[0], p[1], p[2], p[3]);
+                *reinterpret_cast<uint4*>(place(chunk, warp + WARPS * (first + i))) = make_uint4(p[0], p[1], p[2], p[3]);
             }
         }
     };
-    const bool whole_chunks = a.dim % CHUNK == 0;
-    const bool nvfp4 = whole_chunks && a.selected.format == ROW_NVFP4X16 && a.selected.align == 16;
-    const bool fp8 = whole_chunks && a.window_format == ROW_FP8X32 && a.window_align == 16;
+    const bool nvfp4 = dim % CHUNK == 0 && a.selected.format == ROW_NVFP4X16 && a.selected.align == 16;
+    const bool fp8 = dim % CHUNK == 0 && a.window_format == ROW_FP8X32 && a.window_align == 16;
     auto stage = [&](int piece, int chunk) {
         if (!EXACT && nvfp4 && (piece + 1) * PIECE <= keys.x) {
             stage_whole(piece, chunk, True());
@@ -250,7 +277,24 @@ __device__ __forceinline__ void attend(const Args& a) {
     };
 
     float out[CHUNKS][COLUMN_GROUPS][SUM_TILES][2][4] = {};
-    float top = -infinity(), sum = 0.0f;  // of head threadIdx.x
+    if (threadIdx.x < HEADS) seen[threadIdx.x] = make_float2(-infinity(), 0.0f);
+
+    // A block of 64 heads keeps its queries where its outputs will lie, in the order in which threads
+    // need them: by tile and step, 16 bytes a thread for each of the two products.
+    constexpr int STEPS = CHUNKS * CHUNK / 32;
+    auto arranged = [&] {
+        return reinterpret_cast<uint4*>(a.out + (u64(row) * a.heads + first_head) * dim) + lane;
+    };
+    if (WHOLE) {
+        for (int i = warp; i < TILES * STEPS; i += WARPS) {
+            const int head = first_head + i / STEPS * 16 + g;
+            const bf16* q = a.q + (u64(row) * a.heads + head) * dim + i % STEPS * 32 + t * 8;
+            const uint4 x = __ldg(reinterpret_cast<const uint4*>(q));
+            const uint4 y = __ldg(reinterpret_cast<const uint4*>(q + 8 * dim));
+            arranged()[i * 64] = make_uint4(x.x, y.x, x.y, y.y);
+            arranged()[i * 64 + 32] = make_uint4(x.z, y.z, x.w, y.w);
+        }
+    }
 
     find_index(from);
     find_page(from);
@@ -260,23 +304,46 @@ __device__ __forceinline__ void attend(const Args& a) {
         const int count = min(PIECE, keys.y - piece * PIECE);
         const bool more = piece + 1 < to;
         if (more) find_index(piece + 1);
+        find_thread();
         // Scores: columns are taken 32 at a time; a thread's 8 of them are two steps of the product.
         float score[WARP_GROUPS][4] = {};
+        if (WHOLE) {
 #pragma unroll 1
-        for (int chunk = 0; chunk < CHUNKS; chunk++) {
+            for (int chunk = 0; chunk < CHUNKS; chunk++) stage(piece, chunk);
+            __syncthreads();
+            find_thread();
+            const uint4* q = arranged() + score_tile * STEPS * 64;
+            const u8* key_rows = tile + (key_part * WARP_GROUPS * 8 + g) * 512;
+#pragma unroll 1
+            for (int chunk = 0; chunk < CHUNKS; chunk++, q += CHUNK / 32 * 64, key_rows += CHUNK_BYTES) {
+#pragma unroll 4
+                for (int step = 0; step < CHUNK / 32; step++) {
+                    const uint4 x = q[step * 64], y = q[step * 64 + 32];
+#pragma unroll
+                    for (int n = 0; n < WARP_GROUPS; n++) {
+                        const u8* from = key_rows + n * (8 * 512) + (step >> 1) * 128 + swizzle(g, (step & 1) * 4 + t);
+                        const uint4 key = *reinterpret_cast<const uint4*>(from);
+                        mma(score[n], {x.x, x.y, x.z, x.w}, key.x, key.y);
+                        mma(score[n], {y.x, y.y, y.z, y.w}, key.z, key.w);
+                    }
+                }
+            }
+        }
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS && !WHOLE; chunk++) {
             if (chunk > 0) __syncthreads();
             stage(piece, chunk);
             __syncthreads();
-            const int steps = min(CHUNK, a.dim - chunk * CHUNK + 31) / 32;
+            const int steps = min(CHUNK, dim - chunk * CHUNK + 31) / 32;
             const int head = first_head + score_tile * 16 + g;
-            const bf16* q = a.q + (u64(row) * a.heads + head) * a.dim + chunk * CHUNK + t * 8;
+            const bf16* q = a.q + (u64(row) * a.heads + head) * dim + chunk * CHUNK + t * 8;
 #pragma unroll 2
             for (int step = 0; step < steps; step++) {
-                const bool there = chunk * CHUNK + step * 32 + t * 8 < a.dim;
+                const bool there = chunk * CHUNK + step * 32 + t * 8 < dim;
                 uint4 x = make_uint4(0, 0, 0, 0), y = x;
                 if (there && head < a.heads) x = __ldg(reinterpret_cast<const uint4*>(q + step * 32));
                 if (there && head + 8 < a.heads) {
-                    y = __ldg(reinterpret_cast<const uint4*>(q + step * 32 + 8 * a.dim));
+                    y = __ldg(reinterpret_cast<const uint4*>(q + step * 32 + 8 * dim));
                 }
 #pragma unroll
                 for (int n = 0; n < WARP_GROUPS; n++) {
@@ -288,6 +355,7 @@ __device__ __forceinline__ void attend(const Args& a) {
             }
         }
         if (more) find_page(piece + 1);
+        find_thread();
 
         // Largest scores, in groups of 8 keys, then of the piece.
         const int score_head = score_tile * 16 + g;
@@ -348,19 +416,19 @@ __device__ __forceinline__ void attend(const Args& a) {
                         make_float2(best, piece_sum);
                 }
             } else {
-                Merge m = merge(top, sum, best, piece_sum);
-                top = m.top;
-                sum = m.sum;
+                Merge m = merge(seen[head].x, seen[head].y, best, piece_sum);
+                seen[head] = make_float2(m.top, m.sum);
                 factors[head] = make_float2(m.old_factor, m.new_factor);
             }
         }
         if (!split) __syncthreads();
 
+        find_thread();
         // Sums of weighted values.
 #pragma unroll
         for (int back = 0; back < CHUNKS; back++) {
             const int chunk = CHUNKS - 1 - back;
-            if (back > 0) {
+            if (!WHOLE && back > 0) {
                 __syncthreads();
                 stage(piece, chunk);
                 __syncthreads();
@@ -369,9 +437,10 @@ __device__ __forceinline__ void attend(const Args& a) {
             for (int c = 0; c < COLUMN_GROUPS; c++) {
                 const int unit = (column_part * COLUMN_GROUPS + c) * 2;
                 const int col = chunk * CHUNK + unit * 8;
-                if (col >= a.dim) continue;
+                if (col >= dim) continue;
                 float piece_out[SUM_TILES][2][4] = {};
-                const u8* values = tile + (lane & 15) * 512 + swizzle(lane, unit + (lane >> 4));
+                const u8* values = tile + (WHOLE ? chunk * CHUNK_BYTES : 0) + (lane & 15) * 512 +
+                                   swizzle(lane, unit + (lane >> 4));
 #pragma unroll
                 for (int step = 0; step < PIECE / 16; step++) {
                     u32 v[4];
@@ -392,14 +461,14 @@ __device__ __forceinline__ void attend(const Args& a) {
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
                             float* to = a.partial +
-                                        ((u64(row) * a.pieces + piece) * a.heads + first_head + head) * a.dim +
+                                        ((u64(row) * a.pieces + piece) * a.heads + first_head + head) * dim +
                                         col + n * 8 + t * 2;
                             float(&x)[4] = piece_out[m][n];
                             if (first_head + head < a.heads) {
                                 *reinterpret_cast<float2*>(to) = make_float2(x[0], x[1]);
                             }
                             if (first_head + head + 8 < a.heads) {
-                                *reinterpret_cast<float2*>(to + 8 * a.dim) = make_float2(x[2], x[3]);
+                                *reinterpret_cast<float2*>(to + 8 * dim) = make_float2(x[2], x[3]);
                             }
                         }
                     } else {
@@ -421,9 +490,11 @@ __device__ __forceinline__ void attend(const Args& a) {
     }
     if (split) return;
 
+    find_thread();
     if (threadIdx.x < HEADS) {
         const int head = first_head + int(threadIdx.x);
-        factors[threadIdx.x] = finish(top, sum, head < a.heads ? a.sink[head] : 0.0f);
+        const float2 all = seen[threadIdx.x];
+        factors[threadIdx.x] = finish(all.x, all.y, head < a.heads ? a.sink[head] : 0.0f);
     }
     __syncthreads();
 #pragma unroll
@@ -431,7 +502,7 @@ __device__ __forceinline__ void attend(const Args& a) {
 #pragma unroll
         for (int c = 0; c < COLUMN_GROUPS; c++) {
             const int col = chunk * CHUNK + (column_part * COLUMN_GROUPS + c) * 16 + t * 2;
-            if (col >= a.dim) continue;
+            if (col >= dim) continue;
 #pragma unroll
             for (int m = 0; m < SUM_TILES; m++) {
 #pragma unroll
@@ -439,7 +510,7 @@ __device__ __forceinline__ void attend(const Args& a) {
                     const int head = (sum_tile + m) * 16 + half * 8 + g;
                     const float2 f = factors[head];
                     if (first_head + head >= a.heads) continue;
-                    bf16* to = a.out + (u64(row) * a.heads + first_head + head) * a.dim + col;
+                    bf16* to = a.out + (u64(row) * a.heads + first_head + head) * dim + col;
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
                         float(&x)[4] = out[chunk][c][m][n];
@@ -453,19 +524,19 @@ __device__ __forceinline__ void attend(const Args& a) {
     }
 }
 
-#define ATTEND(NAME, TILES, CHUNKS, EXACT, BLOCKS)                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Args a) { \
+#define ATTEND(NAME, TILES, CHUNKS, EXACT, WARPS, BLOCKS)                                       \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) NAME(const __grid_constant__ Args a) { \
         attend<TILES, CHUNKS, EXACT>(a);                                                              \
     }
-ATTEND(attend_16_narrow, 1, 1, false, 2)
-ATTEND(attend_16, 1, 2, false, 2)
-ATTEND(attend_64, 4, 2, false, 1)
-ATTEND(attend_16_narrow_exact, 1, 1, true, 2)
-ATTEND(attend_16_exact, 1, 2, true, 2)
-ATTEND(attend_64_exact, 4, 2, true, 1)
+ATTEND(attend_16_narrow, 1, 1, false, 8, 2)
+ATTEND(attend_16, 1, 2, false, 8, 2)
+ATTEND(attend_64, 4, 2, false, 16, 1)
+ATTEND(attend_16_narrow_exact, 1, 1, true, 8, 2)
+ATTEND(attend_16_exact, 1, 2, true, 8, 2)
+ATTEND(attend_64_exact, 4, 2, true, 16, 1)
 
 // The pieces of a head in order, then the sink: a block of `dim` values.
-extern "C" __global__ void __launch_bounds__(THREADS) attend_merge(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(256) attend_merge(const __grid_constant__ Args a) {
     const u32 head = blockIdx.x, row = blockIdx.y;
     const int2 keys = count_keys(a, row);
     const int pieces = (keys.y + PIECE - 1) / PIECE;

@@ -57,8 +57,22 @@ struct Raw {
     u32 scale;
 };
 
+// 16 bytes; with AHEAD, the cache reads the 256 bytes around them.
+template <bool AHEAD>
+__device__ __forceinline__ uint4 load_words(const u8* at) {
+    uint4 v;
+    if (AHEAD) {
+        asm("ld.global.nc.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(at));
+    } else {
+        v = __ldg((const uint4*)at);
+    }
+    return v;
+}
+
 // Columns `column` to `column + 15`, a multiple of 16, of a row.
-template <int FORMAT>
+template <int FORMAT, bool AHEAD = false>
 __device__ __forceinline__ void load(Raw<FORMAT>& raw, const u8* row, const u8* scales, u32 column) {
     if (FORMAT == BF16) {
         const uint4* at = (const uint4*)(row + column * 2);
@@ -67,7 +81,7 @@ __device__ __forceinline__ void load(Raw<FORMAT>& raw, const u8* row, const u8* 
         raw.words[Raw<FORMAT>::WORDS - 4] = b.x, raw.words[Raw<FORMAT>::WORDS - 3] = b.y;
         raw.words[Raw<FORMAT>::WORDS - 2] = b.z, raw.words[Raw<FORMAT>::WORDS - 1] = b.w;
     } else if (FORMAT == FP8) {
-        uint4 a = __ldg((const uint4*)(row + column));
+        uint4 a = load_words<AHEAD>(row + column);
         raw.words[0] = a.x, raw.words[1] = a.y;
         raw.words[Raw<FORMAT>::WORDS - 2] = a.z, raw.words[Raw<FORMAT>::WORDS - 1] = a.w;
         raw.scale = __ldg(scales + column / 32);
@@ -78,34 +92,29 @@ __device__ __forceinline__ void load(Raw<FORMAT>& raw, const u8* row, const u8* 
     }
 }
 
-// Eight pairs of bf16: two for each step.
+// The first or the last eight of them as four pairs of bf16: two for each step.
 template <int FORMAT>
-__device__ __forceinline__ void expand(const Raw<FORMAT>& raw, u32 (&pairs)[8]) {
+__device__ __forceinline__ void expand(const Raw<FORMAT>& raw, int half, u32 (&pairs)[4]) {
+    const int WORDS = Raw<FORMAT>::WORDS;
     if (FORMAT == BF16) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            pairs[i] = raw.words[i % Raw<FORMAT>::WORDS];
-        }
-    } else if (FORMAT == FP8) {
-        u32 factor = e4m3_factor(raw.scale);
-#pragma unroll
         for (int i = 0; i < 4; ++i) {
-            u32 first, second;
-            e4m3x4(raw.words[i % Raw<FORMAT>::WORDS], first, second);
-            pairs[2 * i] = mul2(first, factor);
-            pairs[2 * i + 1] = mul2(second, factor);
+            pairs[i] = raw.words[(4 * half + i) % WORDS];
         }
-    } else {
-        u32 factor = e2m1_factor(raw.scale);
+        return;
+    }
+    if (FORMAT == FP8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u32 four[4];
-            e2m1x8(raw.words[i], four);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                pairs[4 * i + j] = mul2(four[j], factor);
-            }
+            e4m3x4(raw.words[(2 * half + i) % WORDS], pairs[2 * i], pairs[2 * i + 1]);
         }
+    } else {
+        e2m1x8(raw.words[half], pairs);
+    }
+    u32 factor = FORMAT == FP8 ? e4m3_factor(raw.scale) : e2m1_factor(raw.scale);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = mul2(pairs[i], factor);
     }
 }
 
@@ -191,9 +200,12 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
             if (at >= last) {
                 break;
             }
-            u32 a_pairs[8], b_pairs[8];
-            expand(a[i], a_pairs);
-            expand(b[i], b_pairs);
+            u32 a_pairs[2][4], b_pairs[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                expand(a[i], half, a_pairs[half]);
+                expand(b[i], half, b_pairs[half]);
+            }
             u32 next = at + AHEAD * SLAB;
             if (next < last) {
                 load(a[i], values + a_at, scales + a_scale, next + 16 * t);
@@ -206,8 +218,9 @@ __device__ void few(const bf16* x, const Weight& w, const Shape& s, void* out) {
                 load_x<WIDE>(row, at + 16 * t, s.k, x_pairs);
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
-                    u32 w_pairs[4] = {a_pairs[2 * step], b_pairs[2 * step], a_pairs[2 * step + 1],
-                                      b_pairs[2 * step + 1]};
+                    const u32(&low)[4] = a_pairs[step / 2], (&high)[4] = b_pairs[step / 2];
+                    int p = step % 2 * 2;
+                    u32 w_pairs[4] = {low[p], high[p], low[p + 1], high[p + 1]};
                     mma(sums[j], w_pairs, x_pairs[2 * step], x_pairs[2 * step + 1]);
                 }
             }
@@ -291,6 +304,9 @@ __device__ __forceinline__ void wait_copies() {
 template <int FORMAT, int TM, bool SPLIT>
 __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     const int COLUMNS = TM / 8;
+    // Codes become bf16 half a slab at a time, and the next are read half a slab later: it takes fewer
+    // registers, so that more blocks share a multiprocessor.
+    const bool LATE = SPLIT && TM == 64 && FORMAT != BF16;
     __shared__ TileMemory<TM> memory;
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     u32 tiles = (s.n + TILE_N - 1) / TILE_N;
@@ -330,7 +346,7 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
     auto fetch = [&](u32 at) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            load(raw[i], values + value_at[i], scales + scale_at[i], at + 16 * t);
+            load<FORMAT, LATE>(raw[i], values + value_at[i], scales + scale_at[i], at + 16 * t);
         }
     };
     float sums[2][COLUMNS][4] = {}, totals[2][COLUMNS][4] = {};
@@ -345,17 +361,30 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
         // The slab is there for all warps, and all have done with the one that is overwritten.
         __syncthreads();
         copy_x(at + 2 * SLAB, stage == 0 ? STAGES - 1 : stage - 1);
-        u32 pairs[4][8];
+        u32 pairs[LATE ? 1 : 2][4][4];
+        if (!LATE) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            expand(raw[i], pairs[i]);
-        }
-        if (at + SLAB < last) {
-            fetch(at + SLAB);
+            for (int i = 0; i < 4; ++i) {
+                expand(raw[i], 0, pairs[0][i]);
+                expand(raw[i], 1, pairs[LATE ? 0 : 1][i]);
+            }
+            if (at + SLAB < last) {
+                fetch(at + SLAB);
+            }
         }
         const u8* rows = memory.x[stage] + g * ROW_BYTES + t * 32;
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
+            if (LATE) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    expand(raw[i], two, pairs[0][i]);
+                }
+                if (two == 1 && at + SLAB < last) {
+                    fetch(at + SLAB);
+                }
+            }
+            const u32(&half)[4][4] = pairs[LATE ? 0 : two];
 #pragma unroll
             for (int four = 0; four < COLUMNS; four += 4) {
                 uint4 b[4];
@@ -365,11 +394,11 @@ __device__ void tile(const bf16* x, const Weight& w, Shape s, void* out) {
                 }
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
-                    int p = 4 * two + 2 * step;
+                    int p = 2 * step;
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        u32 a[4] = {pairs[2 * i][p], pairs[2 * i + 1][p], pairs[2 * i][p + 1],
-                                    pairs[2 * i + 1][p + 1]};
+                        u32 a[4] = {half[2 * i][p], half[2 * i + 1][p], half[2 * i][p + 1],
+                                    half[2 * i + 1][p + 1]};
 #pragma unroll
                         for (int j = 0; j < 4; ++j) {
                             u32 b0 = step == 0 ? b[j].x : b[j].z, b1 = step == 0 ? b[j].y : b[j].w;
@@ -456,9 +485,9 @@ TILE(tile_fp4, FP4, 64, false, 2)
 TILE(split_bf16, BF16, 32, true, 3)
 TILE(split_bf16, BF16, 64, true, 2)
 TILE(split_fp8, FP8, 32, true, 4)
-TILE(split_fp8, FP8, 64, true, 2)
+TILE(split_fp8, FP8, 64, true, 3)
 TILE(split_fp4, FP4, 32, true, 4)
-TILE(split_fp4, FP4, 64, true, 2)
+TILE(split_fp4, FP4, 64, true, 3)
 
 // Adds the chunk sums of split tiles, ascending. A thread has WIDTH of `count` values, a multiple.
 template <int WIDTH>

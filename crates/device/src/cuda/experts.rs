@@ -21,6 +21,10 @@ const OUTPUTS: usize = 96 << 20;
 /// Pairs of a row and an expert in a block, where few rows meet at an expert, and where many do.
 const FEW: usize = 8;
 const MANY: usize = 64;
+/// Pairs an expert, in the mean, up to which few are taken to meet.
+const FEW_MEET: usize = 6;
+/// Threads of a block.
+const THREADS: usize = 128;
 /// Up to so many pairs have a block each, unsorted.
 const UNSORTED: usize = 12;
 
@@ -372,11 +376,23 @@ impl Pairs {
     }
 
     fn run(&self, cuda: &Cuda, product: &Product) -> Result<()> {
-        let (rows, threads) = if self.width == FEW { ("few", 128) } else { ("many", 256) };
-        let kernel = format!("{}_{rows}_{}", product.name(), self.format(product));
+        let format = self.format(product);
+        let (rows, shared) = if self.width == FEW { ("few", 0) } else { ("many", staged(format)) };
+        let kernel = format!("{}_{rows}_{format}", product.name());
         let blocks = [self.feature_blocks(product), self.blocks, 1];
-        cuda.launch("experts_forward", &kernel, blocks, threads, 0, &self.slots(product))
+        cuda.launch("experts_forward", &kernel, blocks, THREADS, shared, &self.slots(product))
     }
+}
+
+/// Bytes of the shared memory of a block for many pairs: for each slab of 128 columns that is there at
+/// once, the activations of all pairs, and the codes of 128 weight rows.
+fn staged(format: &str) -> usize {
+    let (slabs, code_bits) = match format {
+        "fp4" => (3, 4),
+        "fp8" => (3, 8),
+        _ => (2, 16),
+    };
+    slabs * 128 * (2 * MANY + 128 * code_bits / 8)
 }
 
 /// A product of the routed experts and of the shared one.
@@ -392,7 +408,7 @@ fn run_both(cuda: &Cuda, routed: Option<&Pairs>, shared: &Pairs, product: &Produ
     slots.extend(shared.slots(product));
     let kernel = format!("{}_both", product.name());
     let blocks = [features, routed.blocks + 1, 1];
-    cuda.launch("experts_forward", &kernel, blocks, 128, 0, &slots)
+    cuda.launch("experts_forward", &kernel, blocks, THREADS, 0, &slots)
 }
 
 pub(super) fn experts_forward(
@@ -500,7 +516,7 @@ fn sort(
     pairs: &mut Pairs,
 ) -> Result<()> {
     let count = pairs.count;
-    pairs.width = if count <= FEW * experts { FEW } else { MANY };
+    pairs.width = if count <= FEW_MEET * experts { FEW } else { MANY };
     pairs.blocks = count.min(experts) + count / pairs.width;
     pairs.order = scratch.take::<u32>(count)?;
     pairs.tiles = scratch.take::<u32>(1 + 3 * pairs.blocks)?;

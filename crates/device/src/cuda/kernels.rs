@@ -6,6 +6,7 @@
 //! which the driver compiles (and keeps for later starts).
 
 use super::context::{Context, check};
+use super::launch::MAX_SHARED;
 use super::lock;
 use crate::error::DeviceError;
 use crate::ops::Result;
@@ -99,8 +100,13 @@ impl Kernels {
         Ok(this)
     }
 
-    /// The kernel with this name.
-    pub(super) fn get(&self, operation: &'static str, name: &str) -> Result<Function> {
+    /// The kernel with this name, with leave for `shared` bytes of dynamic shared memory.
+    pub(super) fn get(
+        &self,
+        operation: &'static str,
+        name: &str,
+        shared: usize,
+    ) -> Result<Function> {
         let mut functions = lock(&self.functions);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
@@ -114,6 +120,14 @@ impl Kernels {
             let result =
                 unsafe { sys::cuModuleGetFunction(&mut function, *module, c_name.as_ptr()) };
             if result == sys::CUresult::CUDA_SUCCESS {
+                if shared > MAX_SHARED {
+                    let most =
+                        sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                    let bytes = i32::try_from(shared).unwrap_or(i32::MAX);
+                    // SAFETY: the function is loaded.
+                    let result = unsafe { sys::cuFuncSetAttribute(function, most, bytes) };
+                    check(operation, result)?;
+                }
                 let function = Function(function);
                 functions.insert(name.to_owned(), function);
                 return Ok(function);

@@ -8,7 +8,8 @@ use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-/// Most bytes of dynamic shared memory of a block; a few static ones stand beside it.
+/// Most bytes of dynamic shared memory of a block that need no leave; a few static ones stand beside
+/// it. Kernels that have leave take up to 99 KiB, which every supported card has.
 pub(super) const MAX_SHARED: usize = (48 << 10) - 512;
 
 /// Most blocks along the second and third axis of a grid.
@@ -61,7 +62,8 @@ pub(super) fn u32_of(n: usize) -> u32 {
 
 impl Cuda {
     /// Starts `kernel` on a grid of `blocks` with `threads` threads each and `shared` bytes of
-    /// dynamic shared memory. Nothing happens if there are no blocks. `operation` is named in errors.
+    /// dynamic shared memory: beyond `MAX_SHARED`, always the same of a kernel. Nothing happens if
+    /// there are no blocks. `operation` is named in errors.
     ///
     /// The caller answers for the arguments: their number and types are those of the kernel, and
     /// pointers cover what it reads and writes.
@@ -77,7 +79,7 @@ impl Cuda {
         if blocks.contains(&0) {
             return Ok(());
         }
-        let function = self.kernels.get(operation, kernel)?;
+        let function = self.kernels.get(operation, kernel, shared)?;
         self.context.bind()?;
         let mut slots: [*mut c_void; 40] = [null_mut(); 40];
         // Pointers into the whole array: a kernel whose parameter is a struct reads on from the

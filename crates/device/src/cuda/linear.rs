@@ -21,8 +21,11 @@ const FEW_ROWS: usize = 8;
 const FEW_F32_ROWS: usize = 16;
 /// Rows of x of a block for many rows: the smaller one lets more blocks share a multiprocessor.
 const TILE_M: [usize; 2] = [32, 64];
-/// Rows of x up to which the smaller one serves, with all chunks in a block and with one.
-const SMALL_TILE_ROWS: [usize; 2] = [32, 128];
+/// Rows of x up to which the smaller one serves; for bf16 with a chunk a block.
+const SMALL_TILE_ROWS: usize = 32;
+const SMALL_BF16_ROWS: usize = 128;
+/// Blocks a multiprocessor, with a chunk each, below which the smaller one serves, too.
+const FEW_SPLIT_BLOCKS: usize = 2;
 /// Weight rows, and threads, of a block for many rows.
 const TILE_N: usize = 128;
 /// Blocks for many rows below which chunks get blocks of their own.
@@ -155,7 +158,7 @@ impl Product<'_> {
             return self.launch(cuda, &kernel, blocks, chunks * 32, x, rows, out);
         }
         let tiles = self.groups * n.div_ceil(TILE_N);
-        let high = TILE_M[usize::from(rows > SMALL_TILE_ROWS[0])];
+        let high = TILE_M[usize::from(rows > SMALL_TILE_ROWS)];
         let sums = rows * self.w.rows;
         let many = tiles * rows.div_ceil(high) >= FEW_BLOCKS;
         if chunks == 1 || many || chunks * sums > MOST_SUMS {
@@ -163,7 +166,10 @@ impl Product<'_> {
             let blocks = [rows.div_ceil(high), tiles, 1];
             return self.launch(cuda, &kernel, blocks, TILE_N, x, rows, out);
         }
-        let high = TILE_M[usize::from(rows > SMALL_TILE_ROWS[1])];
+        let small = if name == "bf16" { SMALL_BF16_ROWS } else { SMALL_TILE_ROWS };
+        let blocks = rows.div_ceil(TILE_M[1]) * tiles * chunks;
+        let many = blocks >= FEW_SPLIT_BLOCKS * cuda.info().multiprocessors;
+        let high = TILE_M[usize::from(rows > small && many)];
         let kernel = format!("linear_split_{name}_{high}");
         let blocks = [rows.div_ceil(high), tiles, chunks];
         let partial = scratch.take::<f32>(chunks * sums)?;
