@@ -58,7 +58,7 @@ pub fn any_model(
 ) -> Outcome<AnyLoaded> {
     match device.resolve() {
         DeviceChoice::Cuda(ordinal) => {
-            let device = Cuda::open(ordinal).map_err(anyhow::Error::new)?;
+            let device = gpu(ordinal)?;
             Ok(AnyLoaded::Cuda(load(args, device)?))
         }
         DeviceChoice::Cpu | DeviceChoice::Auto => Ok(AnyLoaded::Cpu(model(args, threads)?)),
@@ -86,6 +86,17 @@ fn load<D: Device>(args: &ModelArgs, device: D) -> Outcome<Loaded<D>> {
         Ok(Loaded { device: device.clone(), model: Arc::new(model) })
     };
     Ok(load().with_context(|| format!("cannot load {place}"))?)
+}
+
+/// A GPU, with progress while its kernels are loaded.
+pub fn gpu(ordinal: usize) -> Outcome<Cuda> {
+    let bar = bar("loading kernels", 0);
+    let device = Cuda::open_with(ordinal, &mut |done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    });
+    bar.finish_and_clear();
+    Ok(device.map_err(anyhow::Error::new)?)
 }
 
 /// A progress bar on standard error; nothing where that is no terminal.

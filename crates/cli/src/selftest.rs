@@ -2,8 +2,9 @@
 
 use crate::args::Selftest;
 use crate::failure::{Failure, Outcome};
+use crate::open;
 use deepinfer_device::selftest::{self, Case, Options};
-use deepinfer_device::{Cpu, Cuda, Device, DeviceChoice};
+use deepinfer_device::{Cpu, Device, DeviceChoice};
 use serde::Serialize;
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -32,8 +33,10 @@ struct Line {
 pub fn run(args: &Selftest) -> Outcome {
     match args.device.resolve() {
         DeviceChoice::Cuda(ordinal) => {
-            let cuda = Cuda::open(ordinal)?;
-            test(&cuda, format!("cuda:{ordinal}, {}", cuda.info().name), args)
+            let cuda = open::gpu(ordinal)?;
+            let (name, seconds) = (&cuda.info().name, cuda.load_seconds());
+            let name = format!("cuda:{ordinal}, {name}, kernels loaded in {seconds:.2} s");
+            test(&cuda, name, args)
         }
         DeviceChoice::Cpu | DeviceChoice::Auto => {
             let cpu = Cpu::new(args.threads.map(NonZeroUsize::get))?;
@@ -44,9 +47,7 @@ pub fn run(args: &Selftest) -> Outcome {
 }
 
 fn test<D: Device>(device: &D, name: String, args: &Selftest) -> Outcome {
-    // Fresh inputs at every run; the seed repeats them.
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let seed = args.seed.unwrap_or_else(|| now.map_or(0, |t| t.as_nanos() as u64));
+    let seed = args.seed.unwrap_or_else(fresh_seed);
     let mut out = std::io::stdout().lock();
     let mut written = Ok(());
     if !args.json {
@@ -70,6 +71,39 @@ fn test<D: Device>(device: &D, name: String, args: &Selftest) -> Outcome {
         writeln!(out, "{passed} cases passed, {failed} failed")?;
     }
     if failed > 0 { Err(Failure::Check) } else { Ok(()) }
+}
+
+/// Fresh inputs at every run; the seed repeats them.
+fn fresh_seed() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |t| t.as_nanos() as u64)
+}
+
+/// The short form on a GPU that is about to serve. A CPU needs none: what it runs is what the tests
+/// of this program ran.
+pub fn before_serving(choice: DeviceChoice) -> Outcome {
+    let DeviceChoice::Cuda(ordinal) = choice.resolve() else { return Ok(()) };
+    let cuda = open::gpu(ordinal)?;
+    tracing::info!(ordinal, seconds = cuda.load_seconds(), "kernels loaded");
+    let options = Options { quick: true, seed: fresh_seed() };
+    let bar = open::bar("testing the GPU", 0);
+    let cases = selftest::run(&cuda, options, &mut |_| bar.inc(1));
+    bar.finish_and_clear();
+    let cases = cases?;
+    let failed: Vec<&Case> = cases.iter().filter(|case| case.failure.is_some()).collect();
+    for case in &failed {
+        eprintln!("{}", describe(case));
+    }
+    if !failed.is_empty() {
+        let (failed, all) = (failed.len(), cases.len());
+        return Err(anyhow::anyhow!(
+            "{failed} of {all} cases of the self-test fail on cuda:{ordinal}: nothing is served with \
+             it; `deepinfer selftest --device cuda:{ordinal} --quick` shows more"
+        )
+        .into());
+    }
+    tracing::info!(ordinal, cases = cases.len(), "the GPU has passed its self-test");
+    Ok(())
 }
 
 impl From<Case> for Line {

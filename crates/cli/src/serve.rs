@@ -1,8 +1,8 @@
 //! `deepinfer serve`.
 
 use crate::args::{EngineArgs, ModelArgs, RunArgs};
-use crate::engine;
 use crate::failure::{Failure, Outcome};
+use crate::{engine, selftest};
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
@@ -107,6 +107,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
     engine_config.max_queued_requests = args.max_queued_requests;
     engine_config.max_queued_tokens = args.max_queued_tokens;
     engine_config.max_wait = Some(args.max_wait).filter(|&s| s > 0).map(Duration::from_secs);
+    selftest::before_serving(args.run.device)?;
     let engine = engine::start(&args.model, &engine_config)?;
     let fingerprint = format!("fp_{}", env!("CARGO_PKG_VERSION"));
     let inference: Arc<dyn Inference> = Arc::new(Live::new(engine, Some(fingerprint))?);

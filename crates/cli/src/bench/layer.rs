@@ -11,7 +11,7 @@ use crate::args::BenchLayer;
 use crate::failure::{Failure, Outcome};
 use crate::text;
 use deepinfer::synth::{self, Options, Plan, Preset};
-use deepinfer_device::{Cpu, Cuda, DeviceChoice};
+use deepinfer_device::{Cpu, DeviceChoice};
 use measure::{Case, Measure, Mode};
 use rig::{Bytes, Rig, Sizes, geometry, page_bytes};
 use serde::Serialize;
@@ -75,7 +75,7 @@ pub fn run(args: &BenchLayer) -> Outcome {
     match args.device.resolve() {
         DeviceChoice::Cuda(ordinal) => {
             let slice = args.slice.unwrap_or(Slice::Layers(6));
-            measure(&Arc::new(Cuda::open(ordinal)?), args, Some(slice), &GPU)
+            measure(&Arc::new(crate::open::gpu(ordinal)?), args, Some(slice), &GPU)
         }
         DeviceChoice::Cpu | DeviceChoice::Auto => {
             if args.slice.is_some() || args.engram_rows.is_some() {

@@ -5,7 +5,7 @@ use crate::args::BenchOps;
 use crate::failure::{Failure, Outcome};
 use crate::{open, text};
 use deepinfer_device::bench::{self, Extent, Figures, Measure, Options};
-use deepinfer_device::{Cpu, Cuda, DeviceChoice};
+use deepinfer_device::{Cpu, DeviceChoice};
 use std::num::NonZeroUsize;
 
 /// Measures and prints.
@@ -15,7 +15,7 @@ pub fn run(args: &BenchOps) -> Outcome {
             if args.threads.is_some() {
                 return Err(Failure::Usage("--threads is for the CPU".into()));
             }
-            let cuda = Cuda::open(ordinal)?;
+            let cuda = crate::open::gpu(ordinal)?;
             let name = format!("cuda:{ordinal}, {}", cuda.info().name);
             measure(&cuda, name, Extent::Full, args)
         }

@@ -79,11 +79,16 @@ unsafe impl Send for Kernels {}
 unsafe impl Sync for Kernels {}
 
 impl Kernels {
-    pub(super) fn load(context: &Arc<Context>) -> Result<Self> {
+    /// Tells `progress` how many of how many files are loaded.
+    pub(super) fn load(
+        context: &Arc<Context>,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
         context.bind()?;
         let functions = Mutex::new(HashMap::new());
         let mut this = Self { context: context.clone(), modules: Vec::new(), functions };
-        for source in SOURCES {
+        for (done, source) in SOURCES.iter().enumerate() {
+            progress(done, SOURCES.len());
             let mut image = Vec::new();
             let operation = "unpacking kernels";
             GzDecoder::new(source.image(context.info.capability))

@@ -46,6 +46,7 @@ use kernels::Kernels;
 use scratch::Scratch;
 use staging::Staging;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 use trace::Trace;
 
 /// One GPU.
@@ -55,6 +56,7 @@ pub struct Cuda {
     staging: Mutex<Staging>,
     scratch: Mutex<Scratch>,
     trace: Trace,
+    load_seconds: f64,
 }
 
 impl Cuda {
@@ -64,11 +66,28 @@ impl Cuda {
     /// # Errors
     /// Without a driver or such a GPU, if the GPU is older than Ampere, or if the driver refuses.
     pub fn open(ordinal: usize) -> Result<Self> {
+        Self::open_with(ordinal, &mut |_, _| {})
+    }
+
+    /// The same. `progress` is told how many of how many files of kernels are loaded: on a GPU
+    /// without machine code of its own the driver compiles them first, which takes a while, once.
+    ///
+    /// # Errors
+    /// As [`Cuda::open`].
+    pub fn open_with(ordinal: usize, progress: &mut dyn FnMut(usize, usize)) -> Result<Self> {
         let context = Arc::new(Context::open(ordinal)?);
-        let kernels = Kernels::load(&context)?;
+        let start = Instant::now();
+        let kernels = Kernels::load(&context, progress)?;
+        let load_seconds = start.elapsed().as_secs_f64();
         let staging = Mutex::new(Staging::new(&context)?);
         let scratch = Mutex::new(Scratch::new(&context)?);
-        Ok(Self { context, kernels, staging, scratch, trace: Trace::default() })
+        let trace = Trace::default();
+        Ok(Self { context, kernels, staging, scratch, trace, load_seconds })
+    }
+
+    /// Seconds that loading the kernels took, compiling included.
+    pub fn load_seconds(&self) -> f64 {
+        self.load_seconds
     }
 
     /// The GPUs that the driver knows, usable or not.

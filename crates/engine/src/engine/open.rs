@@ -26,7 +26,7 @@ impl Engine {
         match config.device.resolve() {
             DeviceChoice::Cuda(ordinal) => {
                 let plan = MemoryPlan::new(&checkpoint, config)?;
-                let device = Cuda::open(ordinal)?;
+                let device = Cuda::open_with(ordinal, progress)?;
                 plan.check_gpu(device.memory()?.0 as u64)?;
                 let info = device.info();
                 let name = format!("cuda {} {:?}", info.name, info.capability);
