@@ -124,8 +124,7 @@ async fn readers_that_never_read_on_are_cut() {
 async fn slow_readers_get_everything() {
     let limit = Duration::from_secs(1);
     let running = server_of_large_answers(limit).await;
-    // So much that a socket whose buffer may grow would hold back the news of what is read for
-    // longer than the limit.
+    // More than sockets hold, so that the server has to wait for the reader.
     let mut stream = running.send(&large_answer(4500)).await;
     let begin = Instant::now();
     let mut answer = Vec::new();
