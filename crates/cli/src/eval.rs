@@ -30,8 +30,8 @@ struct Report {
     mean_accepted: Option<f64>,
     /// Distance between the mean confidence and the share of accepted drafts.
     confidence_error: Option<f64>,
-    /// Mean negative log likelihood of the tokens of fixed texts, in nats: prompts of at most
-    /// [`likelihood::LONGEST`] tokens, with their answers where the model does not think first.
+    /// Mean negative log likelihood of the tokens of the expected answers, in nats, where the model
+    /// does not think first and the text has at most [`likelihood::LONGEST`] tokens.
     nll: Option<f64>,
     /// How many tokens that is the mean of.
     nll_tokens: usize,
@@ -103,7 +103,7 @@ pub fn run(args: &Eval) -> Outcome {
         let completion = result.with_context(|| format!("task {}", item.id))?;
         let ids = completion.ids();
         if let deepinfer::request::Prompt::Tokens(prompt) = prompt {
-            fixed.push(likelihood::text(tokenizer, item, &prompt)?);
+            fixed.extend(likelihood::text(tokenizer, item, &prompt)?);
             if item.draws_text() {
                 texts.push((prompt, ids.clone()));
             }
@@ -156,7 +156,7 @@ fn replay<D: Device>(
     args: &Eval,
     loaded: &Loaded<D>,
     texts: &[(Vec<u32>, Vec<u32>)],
-    fixed: &[Vec<u32>],
+    fixed: &[likelihood::Text],
 ) -> Outcome<(Option<drafts::Drafts>, likelihood::Likelihood)> {
     let drafts = drafts::measure(args, loaded, texts)?;
     Ok((drafts, likelihood::measure(args, loaded, fixed)?))
@@ -227,7 +227,10 @@ fn print(report: &Report) -> std::io::Result<()> {
         println!("\ndrafts accepted a block: {accepted:.2}; confidence error: {error:.3}");
     }
     if let Some(nll) = report.nll {
-        println!("negative log likelihood of {} tokens: {nll:.5} nats each", report.nll_tokens);
+        println!(
+            "negative log likelihood of {} tokens of answers: {nll:.5} nats each",
+            report.nll_tokens
+        );
     }
     for (task, reason) in &report.not_run {
         println!("{task}: not run, {reason}");

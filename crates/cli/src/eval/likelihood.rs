@@ -1,7 +1,7 @@
-//! How likely the model finds fixed texts: a measure that does not hang on single choices, to compare
+//! How likely the model finds fixed answers: a measure that does not hang on single choices, to compare
 //! devices by.
 
-use super::tasks::{Item, Score};
+use super::tasks::Item;
 use crate::args::Eval;
 use crate::failure::Outcome;
 use crate::open::{self, Loaded};
@@ -28,32 +28,34 @@ impl Likelihood {
     }
 }
 
-/// The text of a task: its prompt, and the answer where the model gives it at once.
-pub fn text(tokenizer: &Tokenizer, item: &Item, prompt: &[u32]) -> Outcome<Vec<u32>> {
-    let mut text = prompt.to_vec();
-    if let (Score::Exact, false, Some(answer)) = (item.score, item.thinking, item.expected.as_str())
-    {
-        let answer = tokenizer.encode(answer);
-        text.extend(answer.with_context(|| format!("task {}", item.id))?);
-        text.extend(tokenizer.eos());
-    }
-    Ok(text)
+/// A fixed text.
+pub struct Text {
+    ids: Vec<u32>,
+    /// Where the answer starts: only its tokens count, since models learn answers, not questions.
+    answer: usize,
+}
+
+/// A task's prompt and its answer; `None` where the model thinks first, or calls a tool.
+pub fn text(tokenizer: &Tokenizer, item: &Item, prompt: &[u32]) -> Outcome<Option<Text>> {
+    let (false, Some(answer)) = (item.thinking, item.expected.as_str()) else { return Ok(None) };
+    let answer = tokenizer.encode(answer).with_context(|| format!("task {}", item.id))?;
+    let ids = prompt.iter().copied().chain(answer).chain(tokenizer.eos()).collect();
+    Ok(Some(Text { ids, answer: prompt.len() }))
 }
 
 /// Runs the texts, each alone.
-pub fn measure<D: Device>(
-    args: &Eval,
-    loaded: &Loaded<D>,
-    texts: &[Vec<u32>],
-) -> Outcome<Likelihood> {
+pub fn measure<D: Device>(args: &Eval, loaded: &Loaded<D>, texts: &[Text]) -> Outcome<Likelihood> {
     let (device, model) = (loaded.device.clone(), loaded.model.clone());
     let mut session = Session::new(device, model, args.run.kv.into(), 1, LONGEST, LONGEST)?;
     let mut found = Likelihood::default();
     let bar = open::bar("reading texts", texts.len());
-    for text in texts.iter().filter(|text| text.len() <= LONGEST) {
+    for text in texts.iter().filter(|text| text.ids.len() <= LONGEST) {
         session.truncate(0, 0);
-        found.sum += session.nll(0, text, &mut NoProbe)?.iter().sum::<f64>();
-        found.tokens += text.len().saturating_sub(1);
+        let all = session.nll(0, &text.ids, &mut NoProbe)?;
+        // The first one is of the second token.
+        let answer = &all[text.answer.saturating_sub(1)..];
+        found.sum += answer.iter().sum::<f64>();
+        found.tokens += answer.len();
         bar.inc(1);
     }
     bar.finish_and_clear();

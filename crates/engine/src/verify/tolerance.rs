@@ -19,7 +19,8 @@ pub(super) mod rounded {
     pub const BIAS: f64 = 1e-3;
     /// Standard errors.
     pub const CHANCE: f64 = 4.0;
-    /// One number's error: so many times [`RMS`], and [`ULPS`] of the number itself.
+    /// One number's error: so many times [`RMS`], and [`ULPS`] of the number itself, before or after
+    /// the layer, whichever is larger: what it starts from is rounded as well.
     pub const PEAK: f64 = 4.0;
     /// Two roundings to bf16 by half a unit in the last place, at its largest.
     pub const ULPS: f64 = 1.0 / 128.0;
