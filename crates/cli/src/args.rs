@@ -44,7 +44,7 @@ pub enum Command {
     Batch(Batch),
     /// Run the demo model's tasks and count right answers
     Eval(Eval),
-    /// Test a device: every operation against plain CPU code; exit code 1 if one is wrong
+    /// Test a device: operations of every kind against plain CPU code; exit code 1 if one is wrong
     Selftest(Selftest),
     /// Print a completion script for a shell
     Completions {

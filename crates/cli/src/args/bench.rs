@@ -36,7 +36,7 @@ pub struct Bench {
 /// What to measure instead of the whole model.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
-    /// Measure every operation of a device at the released model's shapes, against what it can do
+    /// Measure operations of a device at the released model's shapes, against what it can do
     Ops(BenchOps),
     /// Draw the JSON reports of bench ops as bars
     Plot(BenchPlot),
