@@ -342,7 +342,7 @@ pub struct Verify {
     #[arg(long)]
     pub forced: bool,
     /// What to run on: cpu, cuda:N or auto (a GPU if there is one)
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
     pub device: DeviceChoice,
     /// Threads; without it, one for each processor
     #[arg(long, value_name = "N")]

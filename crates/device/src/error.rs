@@ -72,8 +72,8 @@ pub enum DeviceError {
         /// What the driver said.
         error: String,
     },
-    /// The operations of a step must not wait or allocate; one did.
-    #[error("{operation} inside a step, where nothing may wait for the GPU or allocate")]
+    /// The operations of a recorded step must not wait, allocate or upload; one did.
+    #[error("{operation} inside a step, where nothing may wait for the GPU, allocate or upload")]
     InsideStep {
         /// What was tried.
         operation: &'static str,

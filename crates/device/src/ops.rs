@@ -349,7 +349,7 @@ pub trait Device: Send + Sync + Sized + 'static {
         &self,
         graphs: &mut Self::Graphs,
         key: GraphKey,
-        f: impl FnOnce() -> Result<()>,
+        mut f: impl FnMut() -> Result<()>,
     ) -> Result<()> {
         let _ = (graphs, key);
         f()

@@ -20,10 +20,11 @@ use std::time::Instant;
 
 /// A model on a device, with everything that changes.
 pub struct ModelWorker<D: Device> {
+    /// First, as it goes first: recorded steps use what the others own.
+    batch: Batch<D>,
     device: Arc<D>,
     model: Arc<Model<D>>,
     caches: Caches<D>,
-    batch: Batch<D>,
     scratch: Scratch<D>,
     drafts: Option<DraftScratch<D>>,
     /// Chosen tokens, one an output row.

@@ -35,7 +35,7 @@ const PIECE: usize = 32;
 const UNIT_BYTES: usize = 128 << 10;
 /// Units that a matrix is cut into at least, if it has as many tiles, so that threads end together.
 const LEAST_UNITS: usize = 16;
-/// Activation rows up to which weights are not widened first.
+/// Activation rows up to which units of work are long: for so few, reading weights takes the time.
 const FEW_ROWS: usize = 8;
 /// Least activation rows in a unit of work, where there are as many.
 const LEAST_ROWS: usize = 24;

@@ -156,12 +156,11 @@ impl Context {
         self.stream
     }
 
-    /// Runs `f`, during which nothing may wait for the GPU or allocate memory.
+    /// Runs `f`, during which nothing may wait for the GPU, allocate or upload.
     pub(super) fn step(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
         self.in_step.store(true, Relaxed);
-        let result = f();
-        self.in_step.store(false, Relaxed);
-        result
+        let _end = EndOfStep(&self.in_step);
+        f()
     }
 
     /// Refuses what must not happen inside a step.
@@ -195,6 +194,15 @@ impl Context {
         end.record(self)?;
         end.wait()?;
         Ok((elapsed(&start, &end)? * 1e3) as f32)
+    }
+}
+
+/// Ends a step, also where it panics.
+struct EndOfStep<'a>(&'a AtomicBool);
+
+impl Drop for EndOfStep<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Relaxed);
     }
 }
 

@@ -92,7 +92,7 @@ impl Device for Cuda {
         &self,
         graphs: &mut graphs::Graphs,
         key: GraphKey,
-        f: impl FnOnce() -> Result<()>,
+        f: impl FnMut() -> Result<()>,
     ) -> Result<()> {
         graphs::replay(self, graphs, key, f)
     }

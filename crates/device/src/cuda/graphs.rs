@@ -1,7 +1,8 @@
 //! CUDA graphs: a series of kernels that the driver launches as one.
 //!
 //! A series runs operation by operation when its key is new, which loads its kernels and grows the
-//! scratch memory to what it needs; the second time it is recorded; from then on it is launched.
+//! scratch memory to what it needs; the second time it is recorded; from then on it is launched. What
+//! cannot be recorded goes on running operation by operation.
 
 use super::Cuda;
 use super::context::{Context, check};
@@ -13,7 +14,10 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 /// Most graphs that are kept; one of the released model takes a few megabytes.
-const MOST: usize = 64;
+const MOST: usize = 96;
+/// A graph that was not launched in so many calls makes room for another. Recording costs as much as
+/// many plain runs: graphs must not take turns.
+const UNUSED: u64 = 4096;
 /// Most keys that are remembered.
 const MOST_KEYS: usize = 4096;
 
@@ -27,24 +31,42 @@ pub struct Graphs {
     scratch: u64,
 }
 
+#[derive(Default)]
 struct Entry {
     graph: Option<Graph>,
     /// The last call.
     used: u64,
+    /// Whether recording it has failed.
+    refused: bool,
 }
 
 impl Graphs {
-    /// Makes room for one more graph.
-    fn make_room(&mut self) {
-        let recorded = self.entries.iter().filter(|(_, entry)| entry.graph.is_some());
-        if recorded.clone().count() >= MOST
-            && let Some((&key, _)) = recorded.min_by_key(|(_, entry)| entry.used)
-        {
-            self.entries.remove(&key);
+    /// Graphs that are kept.
+    pub fn recorded(&self) -> usize {
+        self.entries.values().filter(|entry| entry.graph.is_some()).count()
+    }
+
+    /// Whether there is room for one more graph; makes it where one is not used any more.
+    fn make_room(&mut self) -> bool {
+        if self.recorded() < MOST {
+            return true;
         }
+        let recorded = self.entries.values_mut().filter(|entry| entry.graph.is_some());
+        let Some(oldest) = recorded.min_by_key(|entry| entry.used) else { return false };
+        if self.now - oldest.used < UNUSED {
+            return false;
+        }
+        oldest.graph = None;
+        true
+    }
+
+    /// The entry of a key, and whether it is new.
+    fn entry(&mut self, key: GraphKey) -> (&mut Entry, bool) {
         if self.entries.len() >= MOST_KEYS {
             self.entries.retain(|_, entry| entry.graph.is_some());
         }
+        let new = !self.entries.contains_key(&key);
+        (self.entries.entry(key).or_default(), new)
     }
 }
 
@@ -105,31 +127,31 @@ pub(super) fn replay(
     cuda: &Cuda,
     graphs: &mut Graphs,
     key: GraphKey,
-    f: impl FnOnce() -> Result<()>,
+    mut f: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let scratch = lock(&cuda.scratch).generation();
     if graphs.scratch != scratch {
         *graphs = Graphs { scratch, ..Graphs::default() };
     }
     graphs.now += 1;
-    let used = graphs.now;
-    match graphs.entries.get_mut(&key) {
-        Some(entry) => {
-            entry.used = used;
-            if let Some(graph) = &entry.graph {
-                return graph.launch();
-            }
-            let graph = Graph::record(&cuda.context, f)?;
+    let now = graphs.now;
+    let (entry, new) = graphs.entry(key);
+    entry.used = now;
+    if let Some(graph) = &entry.graph {
+        return graph.launch();
+    }
+    if new || entry.refused || !graphs.make_room() {
+        return f();
+    }
+    match Graph::record(&cuda.context, &mut f) {
+        Ok(graph) => {
             graph.launch()?;
-            graphs.make_room();
-            graphs.entries.insert(key, Entry { graph: Some(graph), used });
+            graphs.entry(key).0.graph = Some(graph);
             Ok(())
         }
-        None => {
-            f()?;
-            graphs.make_room();
-            graphs.entries.insert(key, Entry { graph: None, used });
-            Ok(())
+        Err(_) => {
+            graphs.entry(key).0.refused = true;
+            f()
         }
     }
 }
@@ -141,13 +163,38 @@ mod tests {
     use crate::ops::Device;
 
     #[test]
-    fn room_is_made_for_the_newest() {
+    fn keys_do_not_pile_up() {
         let mut graphs = Graphs::default();
         for i in 0..2 * MOST_KEYS as u32 {
-            graphs.make_room();
-            graphs.entries.insert([i, 0, 0, 0], Entry { graph: None, used: u64::from(i) });
+            let (entry, new) = graphs.entry([i, 0, 0, 0]);
+            assert!(new && entry.graph.is_none());
+            assert!(!graphs.entry([i, 0, 0, 0]).1);
         }
-        assert!(graphs.entries.len() <= MOST_KEYS);
+        assert!(graphs.entries.len() <= MOST_KEYS && graphs.make_room());
+    }
+
+    /// The first run is plain, the second is recorded; what cannot be recorded runs all the same.
+    #[test]
+    fn series_are_recorded_once_where_they_can_be() {
+        let Some(cuda) = crate::cuda::test_gpu() else { return };
+        let mut graphs = Graphs::default();
+        let (from, mut to) = (cuda.alloc::<f32>(4), cuda.alloc::<f32>(4).expect("allocates"));
+        let from = from.expect("allocates");
+        let (mut copies, mut waits) = (0, 0);
+        for _ in 0..5 {
+            let copy = || {
+                copies += 1;
+                cuda.copy(&from, 0, &mut to, 0, 4)
+            };
+            replay(&cuda, &mut graphs, [1, 0, 0, 0], copy).expect("copies");
+            let wait = || {
+                waits += 1;
+                cuda.sync()
+            };
+            replay(&cuda, &mut graphs, [2, 0, 0, 0], wait).expect("waits");
+        }
+        // Recording is tried once.
+        assert_eq!((copies, waits, graphs.recorded()), (2, 6, 1));
     }
 
     #[test]
@@ -157,7 +204,8 @@ mod tests {
         let waits = || cuda.sync();
         let allocates = || cuda.alloc::<f32>(4).map(drop);
         let downloads = || cuda.download(&buffer, 0, &mut [0.0; 4]);
-        let steps: [&dyn Fn() -> Result<()>; 3] = [&waits, &allocates, &downloads];
+        let uploads = || cuda.upload_bytes(&[1, 2], buffer.head(1));
+        let steps: [&dyn Fn() -> Result<()>; 4] = [&waits, &allocates, &downloads, &uploads];
         for step in steps {
             let refused = Graph::record(&cuda.context, step).err();
             assert!(matches!(refused, Some(DeviceError::InsideStep { .. })), "{refused:?}");

@@ -115,6 +115,7 @@ impl Cuda {
 
     /// Copies host bytes to device memory without waiting for it.
     fn upload_bytes(&self, bytes: &[u8], to: memory::Ptr) -> Result<()> {
+        self.context.outside_step("uploading")?;
         lock(&self.staging).upload(&self.context, bytes, to)
     }
 }

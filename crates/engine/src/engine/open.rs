@@ -105,10 +105,11 @@ fn costs<D: Device>(
     let Some(dir) = &config.costs_dir else { return Ok(worker.measure_costs(shape, |_| None)?) };
     let mut key = shape.identity.clone();
     let sizes = format!(
-        " seqs {} drafts {} {:?} threads {:?} on {} processors {:?}",
+        " seqs {} drafts {} {:?} graphs {} threads {:?} on {} processors {:?}",
         shape.max_seqs,
         shape.drafts,
         config.draft_scheme,
+        config.graphs,
         config.threads,
         std::thread::available_parallelism().map_or(0, usize::from),
         processor(),

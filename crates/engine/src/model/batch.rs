@@ -151,6 +151,8 @@ pub struct Groups<D: Device> {
 
 /// A step's inputs on the device.
 pub struct Batch<D: Device> {
+    /// Recorded steps, where they are recorded; before the buffers, which they use.
+    graphs: Option<D::Graphs>,
     limits: Limits,
     geometry: Geometry,
     /// Rows of the step.
@@ -183,8 +185,6 @@ pub struct Batch<D: Device> {
     /// Whether `decoder` are the rows that walk through the current layer.
     narrowed: bool,
     groups: Vec<Groups<D>>,
-    /// Recorded steps, where they are recorded.
-    graphs: Option<D::Graphs>,
     /// What the step's operations depend on, if it can be recorded.
     key: Option<GraphKey>,
 }
@@ -254,12 +254,17 @@ impl<D: Device> Batch<D> {
         self.graphs = device.graphs();
     }
 
+    /// Whether steps are recorded.
+    pub fn records(&self) -> bool {
+        self.graphs.is_some()
+    }
+
     /// Runs `f`, the operations of a series, recorded where that can be done.
     pub(super) fn replay(
         &mut self,
         device: &D,
         key: Option<GraphKey>,
-        f: impl FnOnce(&mut Self) -> Result<()>,
+        mut f: impl FnMut(&mut Self) -> Result<()>,
     ) -> Result<()> {
         match (key, self.graphs.take()) {
             (Some(key), Some(mut graphs)) => {
@@ -328,6 +333,12 @@ impl<D: Device> Batch<D> {
         let (mut tokens, mut outputs) = (Vec::new(), Vec::new());
         let (mut image_rows, mut embeddings) = (Vec::new(), Vec::new());
         self.memory_row_ids.iter_mut().for_each(Vec::clear);
+        // No wider than the longest sequence needs: rows are chosen among as many. Few widths, so
+        // that recorded steps come again.
+        let longest = plan.sequences.iter().map(|q| q.pages.len()).max().unwrap_or(0);
+        let width = longest.next_power_of_two().min(self.limits.pages);
+        self.encoder.map.max_pages = width;
+        self.decoder.map.max_pages = width;
         self.kept = kept(plan, decoder_layers, window);
 
         for (i, q) in plan.sequences.iter().enumerate() {
@@ -353,7 +364,7 @@ impl<D: Device> Batch<D> {
             if let Some(engram) = &model.engram {
                 memory::push_rows(engram, q, &mut self.memory_row_ids);
             }
-            let at = i * self.limits.pages;
+            let at = i * width;
             device.upload(&q.pages, &mut self.encoder.map.pages, at)?;
             device.upload(&q.pages, &mut self.decoder.map.pages, at)?;
         }
@@ -376,7 +387,7 @@ impl<D: Device> Batch<D> {
         let decodes = self.outputs == self.rows && self.kept.is_empty() && self.image_count == 0;
         let records = self.graphs.is_some() && decodes;
         let (rows, sequences) = (self.rows as u32, plan.sequences.len() as u32);
-        self.key = records.then_some([Series::Step as u32, rows, sequences, 0]);
+        self.key = records.then_some([Series::Step as u32, rows, sequences, width as u32]);
         for groups in &mut self.groups {
             groups.prepare(device, &model.rope, &self.geometry, plan, records)?;
         }

@@ -13,8 +13,8 @@ use std::ops::Range;
 /// Values of a row that are multiplied before the next stored row: the activations of a tile stay
 /// in the first cache, the widened weights in the second.
 const DEPTH: usize = 1024;
-/// Tiles of activation rows up to which each tile of weights is used up at once: it need not leave the
-/// first cache.
+/// Tiles of activation rows up to which each tile of weights is used up at once: it need not leave
+/// the first cache.
 const FEW_TILES: usize = 3;
 
 /// `out[i, j]` = row `i` of `x` times row `n.start + j` of `w`, in register tiles.
