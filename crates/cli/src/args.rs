@@ -107,19 +107,19 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<NonZeroUsize>,
     /// Divides the logits; 0 takes the most probable token each time
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f32,
     /// Keep the most probable tokens up to this mass
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     pub top_p: f32,
     /// Keep this many tokens; 0 or -1 keeps all
     #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=i64::from(u32::MAX)))]
     pub top_k: i64,
     /// Keep tokens at least this probable relative to the best one
-    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
     pub min_p: f32,
     /// Divide positive and multiply negative logits of tokens seen before
-    #[arg(long, value_name = "X", default_value_t = 1.0)]
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
     pub repetition_penalty: f32,
     /// Subtract this from tokens that the output holds
     #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
@@ -176,30 +176,30 @@ pub struct DraftArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
-    /// Most rows in a step
+    /// Most rows in a step [default: 1024]
     #[arg(long, value_name = "N")]
     pub max_batch_tokens: Option<NonZeroUsize>,
-    /// Most requests that run at a time
+    /// Most requests that run at a time [default: 16]
     #[arg(long, value_name = "N")]
     pub max_seqs: Option<NonZeroUsize>,
-    /// Most rows of one prompt in a step
+    /// Most rows of one prompt in a step [default: 512]
     #[arg(long, value_name = "N")]
     pub prefill_chunk: Option<NonZeroUsize>,
     /// Tokens that the cache pool holds; without it, 65536, or what a GPU's free memory holds
     #[arg(long, value_name = "N")]
     pub kv_tokens: Option<NonZeroUsize>,
-    /// Where prefixes of earlier requests are kept: off, device, host, disk:DIR
+    /// Where prefixes of earlier requests are kept: off, device, host, disk:DIR [default: device]
     #[arg(long, value_name = "WHERE")]
     pub prefix_cache: Option<String>,
-    /// How prompts go through the decoder layers: off, exact, compact, mask
+    /// How prompts go through the decoder layers: off, exact, compact, mask [default: exact]
     #[arg(long, value_name = "MODE")]
     pub prefill: Option<String>,
     #[command(flatten)]
     pub draft: DraftArgs,
-    /// Plan the next step while one runs: on, off
+    /// Plan the next step while one runs: on, off [default: on]
     #[arg(long, value_enum, value_name = "on|off")]
     pub overlap: Option<Switch>,
-    /// Launch steps that only decode as CUDA graphs, on a GPU: on, off
+    /// Launch steps that only decode as CUDA graphs, on a GPU: on, off [default: on]
     #[arg(long, value_enum, value_name = "on|off")]
     pub graphs: Option<Switch>,
 }

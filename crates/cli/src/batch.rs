@@ -99,7 +99,8 @@ fn open_output(path: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> {
     let (mut done, mut failed, mut kept) = (BTreeSet::new(), 0, Vec::new());
     for (number, line) in text[..whole].split_inclusive(|&b| b == b'\n').enumerate() {
         let value = serde_json::from_slice::<serde_json::Value>(line);
-        match value.ok().as_ref().map(|v| (v["custom_id"].as_str(), v["error"].is_null())) {
+        let answer = value.ok().filter(|v| v["response"].is_object() || v["error"].is_object());
+        match answer.as_ref().map(|v| (v["custom_id"].as_str(), v["error"].is_null())) {
             _ if line == b"\n" => {}
             Some((Some(id), false)) if ids.contains(id) => failed += 1,
             Some((Some(id), _)) => {
@@ -229,11 +230,12 @@ mod tests {
     fn half_a_line_is_cut_away_and_whole_ones_are_kept() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("out.jsonl");
-        std::fs::write(&path, "{\"custom_id\":\"a\"}\n{\"custom_id\":\"b\"").expect("it writes");
+        let whole = "{\"custom_id\":\"a\",\"response\":{}}\n";
+        std::fs::write(&path, [whole, "{\"custom_id\":\"b\""].concat()).expect("it writes");
         let output = open_output(&path, &BTreeSet::from(["a", "b"])).expect("it opens");
         assert_eq!(output.done.into_iter().collect::<Vec<_>>(), ["a"]);
         let text = std::fs::read_to_string(&path).expect("it is there");
-        assert_eq!(text, "{\"custom_id\":\"a\"}\n");
+        assert_eq!(text, whole);
         std::fs::write(&path, "some text\n").expect("it writes");
         assert!(open_output(&path, &BTreeSet::new()).is_err());
     }
@@ -242,7 +244,7 @@ mod tests {
     fn errors_are_cut_away_where_the_request_is_run_again() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("out.jsonl");
-        let answer = "{\"custom_id\":\"a\",\"error\":null}\n";
+        let answer = "{\"custom_id\":\"a\",\"response\":{},\"error\":null}\n";
         let failed = "{\"custom_id\":\"b\",\"error\":{\"code\":\"x\"}}\n";
         let other = "{\"custom_id\":\"z\",\"error\":{\"code\":\"x\"}}\n";
         std::fs::write(&path, [answer, failed, other].concat()).expect("it writes");
@@ -274,6 +276,17 @@ mod tests {
         let kept = std::fs::read_to_string(file("run.part")).expect("it is there");
         assert_eq!(kept, "requests");
         assert!(!file("run.jsonl.part").exists());
+    }
+
+    #[test]
+    fn requests_are_no_answers() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("in.jsonl");
+        std::fs::write(&path, "{\"custom_id\":\"b\",\"body\":{}}\n").expect("it writes");
+        match open_output(&path, &BTreeSet::from(["b"])) {
+            Err(Failure::Usage(message)) => assert!(message.contains("no answer"), "{message}"),
+            _ => panic!("requests were taken for answers"),
+        }
     }
 
     #[test]

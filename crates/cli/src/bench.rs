@@ -88,7 +88,7 @@ fn model(args: &Bench) -> Outcome {
     let peak = PeakPrivate::start();
     let loaded = open::model(&args.model, args.run.threads)?;
     let text = &loaded.model.config.text_config;
-    let tokens = args.prompt_tokens + args.new_tokens + 1;
+    let tokens = args.prompt_tokens.saturating_add(args.new_tokens).saturating_add(1);
     if tokens > text.max_position_embeddings {
         return Err(Failure::Usage(format!(
             "--prompt-tokens {} and --new-tokens {} exceed the model's {} positions",

@@ -24,13 +24,26 @@ impl Failure {
                 ExitCode::from(2)
             }
             Failure::Error(error) => {
-                eprintln!("error: {error:#}");
+                eprintln!("error: {}", describe(&error));
                 ExitCode::FAILURE
             }
             Failure::Check => ExitCode::FAILURE,
             Failure::Closed => ExitCode::SUCCESS,
         }
     }
+}
+
+/// An error and its causes, but for those that are told already.
+fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
@@ -49,3 +62,18 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 
 /// Result of a command.
 pub type Outcome<T = ()> = Result<T, Failure>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn causes_are_told_once() {
+        let inner = || Err::<(), _>(anyhow::anyhow!("no such file"));
+        let twice = inner().context("cannot read x: no such file").unwrap_err();
+        assert_eq!(describe(&twice), "cannot read x: no such file");
+        let once = inner().context("cannot read x").unwrap_err();
+        assert_eq!(describe(&once), "cannot read x: no such file");
+    }
+}

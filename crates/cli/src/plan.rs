@@ -23,6 +23,7 @@ pub fn run(args: &Plan) -> Outcome {
         kv_tokens: args.kv_tokens.unwrap_or(d.kv_tokens),
         max_batch_tokens: args.max_batch_tokens.unwrap_or(d.max_batch_tokens),
         cache_format: args.kv.into(),
+        device: args.device,
         ..d
     };
     let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| Failure::Usage(e.to_string()))?;

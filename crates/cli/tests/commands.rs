@@ -554,3 +554,27 @@ fn bench_ops_reports_figures_that_can_be_drawn() {
     let message = text(&["bench", "ops", "--device", "cpu", "--only", "softmax"]);
     assert!(message.contains("softmax") && message.contains("linear"), "{message}");
 }
+
+/// Numbers that nobody means are refused by name: no panic, no endless work.
+#[test]
+fn huge_numbers_are_refused() {
+    const HUGE: &str = "18446744073709551615";
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("out").display().to_string();
+    for (args, wanted) in [
+        (vec!["bench", "--device", "cpu", "--prompt-tokens", HUGE], "tokens"),
+        (vec!["bench", "--device", "cpu", "--new-tokens", HUGE], "tokens"),
+        (vec!["bench", "layer", "--device", "cpu", "--rows", HUGE], "--rows"),
+        (vec!["bench", "layer", "--device", "cpu", "--prefill", HUGE], "--prefill"),
+        (vec!["plan", "--max-seqs", HUGE], "max_seqs"),
+        (vec!["plan", "--max-batch-tokens", HUGE], "max_batch_tokens"),
+        (vec!["plan", "--kv-tokens", HUGE], "kv_tokens"),
+        (vec!["synth", "--out", &out, "--engram-rows", HUGE], "engram"),
+        (vec!["generate", "--prompt", "x", "--threads", HUGE], "threads"),
+    ] {
+        let done = run(&args);
+        let text = String::from_utf8_lossy(&done.stderr);
+        assert!(matches!(done.status.code(), Some(1 | 2)), "{args:?}: {text}");
+        assert!(text.contains(wanted) && !text.contains("panicked"), "{args:?}: {text}");
+    }
+}

@@ -43,6 +43,14 @@ pub enum EngramError {
         /// What the configuration says.
         stated: u64,
     },
+    /// A table that no machine holds.
+    #[error("engram: engram_vocab_size {rows} is too large; it must be at most {most}")]
+    TableSize {
+        /// Least rows of a column.
+        rows: u64,
+        /// The most.
+        most: u64,
+    },
     /// The padding token has no compressed id.
     #[error(
         "engram: engram_pad_token_id {pad} is not a token of tokenizer.json, which has {tokens}"

@@ -1,13 +1,13 @@
 //! How memory will be used, before anything is loaded.
 
-use crate::cache::{CacheFormat, Geometry};
+use crate::cache::{Geometry, RowFormats};
 use crate::checkpoint::{Checkpoint, Part};
 use crate::config::TextConfig;
 use crate::engine::{EngineConfig, EngineError};
 use crate::schedule::{Shape, geometry};
 use crate::worker::limits;
-use deepinfer_device::RowFormat;
 use deepinfer_device::cuda::HOST_TABLE;
+use deepinfer_device::{DeviceChoice, RowFormat};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -52,9 +52,9 @@ pub struct MemoryPlan {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{needed} bytes are needed before the first request ({}{slots} for sequence slots, {pages} for \
-     {tokens} cached tokens, {scratch} for work space), but only {available} are available; lower \
-     kv_tokens, max_seqs, device_snapshots or max_batch_tokens",
-    if *.weights > 0 { format!("{} for weights, ", .weights) } else { String::new() }
+     {tokens} cached tokens, {scratch} for work space), but only {available} are available{}",
+    if *.weights > 0 { format!("{} for weights, ", .weights) } else { String::new() },
+    self.advice()
 )]
 pub struct DoesNotFit {
     /// Bytes wanted at the start.
@@ -73,14 +73,33 @@ pub struct DoesNotFit {
     pub available: u64,
 }
 
+impl DoesNotFit {
+    fn advice(&self) -> &'static str {
+        if self.weights > self.available {
+            " beside 1 GiB that is left alone: the weights alone do not fit"
+        } else if self.weights > 0 {
+            " beside 1 GiB that is left alone; lower kv_tokens, max_seqs, device_snapshots or \
+             max_batch_tokens"
+        } else {
+            "; lower kv_tokens, max_seqs, device_snapshots or max_batch_tokens"
+        }
+    }
+}
+
 impl MemoryPlan {
-    /// Plans an engine. Caches and work space are counted as a CPU stores them; a GPU may take less.
+    /// Plans an engine on the device of `config`. Work space is counted as a CPU stores it; a GPU
+    /// takes less.
     pub fn new(checkpoint: &Checkpoint, config: &EngineConfig) -> Result<Self, EngineError> {
         let model = checkpoint.config();
         let text = &model.text_config;
         let shape = Shape::new(model, config, &[])?;
         let geometry = geometry(model);
-        let (slot, page) = cache_bytes(text, &geometry, config.cache_format);
+        let exact = match config.device.resolve() {
+            DeviceChoice::Cuda(_) => RowFormat::Bf16,
+            DeviceChoice::Cpu | DeviceChoice::Auto => RowFormat::F32,
+        };
+        let formats = config.cache_format.row_formats(exact);
+        let (slot, page) = cache_bytes(text, &geometry, &formats);
         let mut mapped_weights = BTreeMap::new();
         let mut device_weights = 0;
         for tensor in checkpoint.tensors() {
@@ -166,8 +185,7 @@ impl MemoryPlan {
 }
 
 /// Bytes of a slot and of a page.
-fn cache_bytes(c: &TextConfig, geometry: &Geometry, format: CacheFormat) -> (usize, usize) {
-    let formats = format.row_formats(RowFormat::F32);
+fn cache_bytes(c: &TextConfig, geometry: &Geometry, formats: &RowFormats) -> (usize, usize) {
     let rings = c.num_hidden_layers + c.num_nextn_predict_layers;
     let mut slot = rings * geometry.ring_len * formats.window.row_bytes(c.head_dim);
     let mut page = 0;

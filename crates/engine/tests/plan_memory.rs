@@ -87,6 +87,15 @@ fn settings_that_cannot_work_together_are_refused() {
         refused(|c| c.draft = DraftMode::Fixed(6)),
         EngineError::DraftLength { wanted: 6, block: 5 }
     ));
+    for change in [
+        (|c| c.max_seqs = usize::MAX) as fn(&mut EngineConfig),
+        |c| c.max_batch_tokens = usize::MAX,
+        |c| c.kv_tokens = usize::MAX,
+        |c| c.device_snapshots = usize::MAX,
+    ] {
+        let error = refused(change);
+        assert!(matches!(error, EngineError::TooLarge { value: usize::MAX, .. }), "{error}");
+    }
     let too_small = |error| match error {
         EngineError::TooSmall { name, .. } => name,
         other => panic!("{other}"),

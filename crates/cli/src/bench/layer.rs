@@ -70,8 +70,16 @@ struct Memory {
     bytes: Bytes,
 }
 
+/// Most rows of a case.
+const MOST_ROWS: usize = 1 << 20;
+
 /// Measures and prints.
 pub fn run(args: &BenchLayer) -> Outcome {
+    for (name, sizes) in [("--rows", &args.rows), ("--prefill", &args.prefill)] {
+        if let Some(size) = sizes.iter().find(|size| **size > MOST_ROWS) {
+            return Err(Failure::Usage(format!("{name} {size}: at most {MOST_ROWS} rows")));
+        }
+    }
     match args.device.resolve() {
         DeviceChoice::Cuda(ordinal) => {
             let slice = args.slice.unwrap_or(Slice::Layers(6));

@@ -41,6 +41,9 @@ pub struct Cpu {
     isa: Isa,
 }
 
+/// Most threads of a pool.
+const MOST_THREADS: usize = 1024;
+
 impl Cpu {
     /// A CPU with `threads` threads (all that the process may use if `None`) and the best
     /// instruction set of the processor.
@@ -54,6 +57,10 @@ impl Cpu {
         let threads = threads
             .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()))
             .max(1);
+        if threads > MOST_THREADS {
+            let reason = format!("at most {MOST_THREADS} are of use");
+            return Err(DeviceError::Threads { threads, reason });
+        }
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|i| format!("cpu-{i}"))

@@ -30,6 +30,16 @@ pub enum EngineError {
         /// The least that works.
         least: usize,
     },
+    /// A setting that is too large.
+    #[error("{name} is {value}; it must be at most {most}")]
+    TooLarge {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: usize,
+        /// The most that works.
+        most: usize,
+    },
     /// A pool that holds no sequence.
     #[error(
         "kv_tokens is {value}; it must be at least {least}: a page holds {page_tokens} tokens (whole \
@@ -104,6 +114,7 @@ impl EngineError {
             self,
             Self::Setting { .. }
                 | Self::TooSmall { .. }
+                | Self::TooLarge { .. }
                 | Self::PoolTooSmall { .. }
                 | Self::TooFewPositions { .. }
                 | Self::DraftLength { .. }

@@ -32,10 +32,17 @@ impl LayerHash {
     }
 }
 
+/// Largest least size of a column: finding primes beyond takes for ever, and nobody has the memory.
+const MOST_ROWS: u64 = 1 << 32;
+
 impl Hasher {
     /// The hash functions of `config`, whose Engram fields are validated. `pad` is the compressed
     /// id of the padding token.
     pub fn new(config: &TextConfig, pad: u32) -> Result<Self, EngramError> {
+        if config.engram_vocab_size > MOST_ROWS {
+            let (rows, most) = (config.engram_vocab_size, MOST_ROWS);
+            return Err(EngramError::TableSize { rows, most });
+        }
         let ngram = config.engram_max_ngram_size;
         let columns = config.hash_columns();
         let mut used = HashSet::new();

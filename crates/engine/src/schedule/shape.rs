@@ -69,6 +69,12 @@ pub struct Shape {
     pub max_wait: Option<Duration>,
 }
 
+/// Most slots of either kind, rows of a step, and tokens of the pool: numbers of slots, rows and
+/// pages fit into 32 bits, and sums of bytes into 64.
+const MOST_SEQS: usize = 1 << 16;
+const MOST_ROWS: usize = 1 << 20;
+const MOST_TOKENS: usize = 1 << 36;
+
 impl Shape {
     /// Derives and checks all numbers. `identity` names the checkpoint and the device.
     pub fn new(
@@ -76,6 +82,10 @@ impl Shape {
         config: &EngineConfig,
         identity: &[u8],
     ) -> Result<Self, EngineError> {
+        at_most("max_seqs", config.max_seqs, MOST_SEQS)?;
+        at_most("device_snapshots", config.device_snapshots, MOST_SEQS)?;
+        at_most("max_batch_tokens", config.max_batch_tokens, MOST_ROWS)?;
+        at_most("kv_tokens", config.kv_tokens, MOST_TOKENS)?;
         let text = &model.text_config;
         let block = if text.num_nextn_predict_layers > 0 { text.dspark_block_size } else { 0 };
         let drafts = match config.draft {
@@ -188,6 +198,10 @@ impl Shape {
 pub fn geometry(model: &ModelConfig) -> Geometry {
     let text = &model.text_config;
     Geometry::new(text, text.dspark_block_size.max(5) + 1)
+}
+
+fn at_most(name: &'static str, value: usize, most: usize) -> Result<(), EngineError> {
+    if value > most { Err(EngineError::TooLarge { name, value, most }) } else { Ok(()) }
 }
 
 fn at_least(name: &'static str, value: usize, least: usize) -> Result<(), EngineError> {
