@@ -23,7 +23,7 @@ pub fn convert<R: ProtocolRequest + DeserializeOwned>(
 
 /// The error of the first field, or item of a list, that is not read by itself, or else `error`.
 fn ill_formed<R: DeserializeOwned>(body: &Value, error: serde_json::Error) -> ApiError {
-    let read = |fields: &Map<String, Value>| R::deserialize(&Value::Object(fields.clone()));
+    let read = |fields: &Map<String, Value>| R::deserialize(fields);
     let named = |param: String, error: serde_json::Error| {
         let message = format!("{param}: {error}");
         ApiError::Invalid { param: Some(param), message }
@@ -46,14 +46,26 @@ fn ill_formed<R: DeserializeOwned>(body: &Value, error: serde_json::Error) -> Ap
             None => ApiError::Invalid { param: None, message: error.to_string() },
         };
     }
+    // The other fields are read again with every item: those that may be absent, which may be
+    // large, are not.
+    for name in rest.keys().cloned().collect::<Vec<_>>() {
+        let Some(value) = rest.remove(&name) else { continue };
+        if read(&rest).is_err() {
+            rest.insert(name, value);
+        }
+    }
     for (name, items) in lists {
+        let without = rest.get(&name).cloned();
         for (i, item) in items.as_array().into_iter().flatten().enumerate() {
-            rest[&name] = Value::Array(vec![item.clone()]);
+            rest.insert(name.clone(), Value::Array(vec![item.clone()]));
             if let Err(error) = read(&rest) {
                 return named(format!("{name}[{i}]"), error);
             }
         }
-        rest[&name] = empty();
+        match without {
+            Some(list) => rest.insert(name, list),
+            None => rest.remove(&name),
+        };
     }
     ApiError::Invalid { param: None, message: error.to_string() }
 }
@@ -105,6 +117,52 @@ fn path_in(text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::{Deserialize, Deserializer};
+    use serde_json::json;
+    use std::cell::Cell;
+
+    thread_local! {
+        static TIMES_READ: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Counts how often it is read.
+    struct Counted;
+
+    impl<'de> Deserialize<'de> for Counted {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            TIMES_READ.set(TIMES_READ.get() + 1);
+            String::deserialize(deserializer).map(|_| Self)
+        }
+    }
+
+    #[derive(Deserialize)]
+    struct Form {
+        #[serde(rename = "model")]
+        _model: String,
+        #[serde(rename = "text")]
+        _text: Option<Counted>,
+        #[serde(rename = "must")]
+        _must: Vec<u8>,
+        #[serde(rename = "may", default)]
+        _may: Vec<u8>,
+    }
+
+    #[test]
+    fn other_fields_are_not_read_with_every_item() {
+        let mut items = vec![json!(1); 1000];
+        items.push(json!("x"));
+        for (must, may, name) in [
+            (json!(items), json!([1]), "must[1000]"),
+            (json!(vec![1; 1000]), json!(items), "may[1000]"),
+        ] {
+            let body = json!({"model": "m", "text": "t", "must": must, "may": may});
+            let error = Form::deserialize(&body).err().expect("an item is no number");
+            TIMES_READ.set(0);
+            let error = ill_formed::<Form>(&body, error);
+            assert!(TIMES_READ.get() <= 5, "read {} times", TIMES_READ.get());
+            assert_eq!(error.body(crate::error::Shape::OpenAi)["error"]["param"], name);
+        }
+    }
 
     #[test]
     fn paths_are_found_in_texts() {

@@ -150,6 +150,11 @@ impl Key {
         Ok(())
     }
 
+    /// Most requests of its that may wait in a queue of `limit`.
+    fn most_waiting(&self, limit: usize) -> usize {
+        self.queue_share.map_or(limit, |part| (part * limit as f64).ceil() as usize)
+    }
+
     /// Its requests that wait in the engine, of at most `limit`, or why there must not be `more`.
     fn queue(
         &self,
@@ -161,7 +166,7 @@ impl Key {
             reading.upgrade().is_some_and(|reading| reading.admitted().is_none())
         };
         queue.retain(waits);
-        let most = self.queue_share.map_or(limit, |part| (part * limit as f64).ceil() as usize);
+        let most = self.most_waiting(limit);
         let waiting = queue.len();
         if waiting.saturating_add(more) > most {
             let message = format!(
@@ -259,7 +264,7 @@ impl Ticket {
     }
 
     /// Submits a job with a prompt of so many tokens, if its key may have as many more waiting in
-    /// the queue of `limit` requests as there are `answers`. There is a handle for each of them.
+    /// the queue of `limit` requests as there are `answers`; more than ever fit are refused. There is a handle for each of them.
     pub fn submit(
         &self,
         limit: usize,
@@ -267,6 +272,14 @@ impl Ticket {
         answers: usize,
         submit: impl FnOnce() -> Result<Vec<RequestHandle>, ApiError>,
     ) -> Result<Vec<RequestHandle>, ApiError> {
+        // Whoever comes again could not be served either.
+        let most = self.key.as_ref().map_or(limit, |key| key.0.most_waiting(limit));
+        if answers > most.max(1) {
+            let message = format!(
+                "n: {answers} answers take as many places of the queue, and {most} are there for them"
+            );
+            return Err(ApiError::invalid("n", message));
+        }
         let queue = match &self.key {
             Some(key) if key.0.queue_share.is_some() => Some(key.0.queue(limit, answers)?),
             _ => None,

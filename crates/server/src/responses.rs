@@ -9,7 +9,7 @@ use crate::error::ApiError;
 use crate::load::Ended;
 use crate::output::{self, Part};
 use crate::sse;
-use crate::status::{limited, query};
+use crate::status::{page, query};
 use crate::usage;
 use axum::body::{Body, Bytes};
 use axum::extract::{Extension, Path, State};
@@ -19,6 +19,7 @@ use deepseek_recipe::response::ProtocolResponse;
 use deepseek_recipe::stream::ChunkGenerator;
 use request::Request;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::pin::Pin;
 use std::sync::Arc;
 use store::Stored;
@@ -283,6 +284,20 @@ pub async fn retrieve(
     Ok(sse::json(&find(&app, &call, &id)?.response))
 }
 
+/// Items, each with an id that no other one has: its own, or else one by its place.
+fn with_ids(items: &[Value]) -> Vec<(String, &Value)> {
+    let mut taken = HashSet::new();
+    let id = |(place, item): (usize, &Value)| {
+        let own = item["id"].as_str().filter(|id| !id.is_empty() && !taken.contains(*id));
+        let mut id = own.map_or_else(|| format!("item_{place}"), str::to_owned);
+        while !taken.insert(id.clone()) {
+            id.push('_');
+        }
+        id
+    };
+    items.iter().enumerate().map(id).zip(items).collect()
+}
+
 /// `GET /v1/responses/{id}/input_items`: the newest first, unless the query's `order` is `asc`.
 pub async fn input_items(
     State(app): State<Arc<App>>,
@@ -293,7 +308,7 @@ pub async fn input_items(
     let stored = find(&app, &call, &id)?;
     let query = query(&uri)?;
     let order = query.iter().find(|(name, _)| name == "order").map(|(_, order)| order.as_str());
-    let mut items = stored.input.to_vec();
+    let mut items = with_ids(&stored.input);
     match order {
         Some("asc") => {}
         None | Some("desc") => items.reverse(),
@@ -302,13 +317,19 @@ pub async fn input_items(
             return Err(ApiError::invalid("order", message));
         }
     }
-    let (items, more) = limited(&uri, items)?;
-    let id = |item: Option<&Value>| item.map(|item| item["id"].clone());
+    let (items, more) = page(&uri, items)?;
+    let with_id = |(id, item): &(String, &Value)| {
+        let mut item = (*item).clone();
+        if let Some(fields) = item.as_object_mut() {
+            fields.insert("id".into(), json!(id));
+        }
+        item
+    };
     Ok(sse::json(&json!({
         "object": "list",
-        "first_id": id(items.first()),
-        "last_id": id(items.last()),
-        "data": items,
+        "first_id": items.first().map(|(id, _)| id),
+        "last_id": items.last().map(|(id, _)| id),
+        "data": items.iter().map(with_id).collect::<Vec<_>>(),
         "has_more": more,
     })))
 }

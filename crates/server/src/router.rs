@@ -8,7 +8,7 @@ use crate::traces::Traces;
 use crate::{chat, completions, messages, responses, sse, status, text};
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
-use axum::extract::{Request, State};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Response, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::IntoResponse;
@@ -22,7 +22,7 @@ const PROGRESS: &str = "x-progress";
 /// All paths over `app`.
 pub fn router(app: Arc<App>) -> Router {
     Router::new()
-        .route("/", get(status::page))
+        .route("/", get(status::console))
         .route("/health", get(status::health))
         .route("/ready", get(status::ready))
         .route("/load", get(status::load))
@@ -43,6 +43,8 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/detokenize", post(text::detokenize))
         .method_not_allowed_fallback(wrong_method)
         .fallback(unknown_path)
+        // `around` bounds bodies.
+        .layer(DefaultBodyLimit::disable())
         .layer(middleware::from_fn_with_state(app.clone(), around))
         .with_state(app)
 }
@@ -181,10 +183,11 @@ fn check_query(uri: &Uri) -> Result<(), ApiError> {
         return Ok(());
     }
     let known: &[&str] = match path {
-        "/v1/models" => &["limit"],
-        path if path.ends_with("/input_items") => &["limit", "order"],
-        // Marks what the client calls a trial of the same interface.
+        // `beta` marks what the client calls a trial of the same interface.
+        "/v1/models" => &["limit", "after_id", "before_id", "beta"],
+        path if path.starts_with("/v1/models/") => &["beta"],
         path if path.starts_with("/v1/messages") => &["beta"],
+        path if path.ends_with("/input_items") => &["limit", "order", "after"],
         _ => &[],
     };
     for (name, _) in status::query(uri)? {

@@ -32,29 +32,63 @@ pub fn query(uri: &Uri) -> Result<Vec<(String, String)>, ApiError> {
     }
 }
 
-/// A list as far as the query's `limit` goes: its first items, and whether there are more.
-pub fn limited<T>(uri: &Uri, mut items: Vec<T>) -> Result<(Vec<T>, bool), ApiError> {
-    let count = items.len();
-    if let Some((name, limit)) = query(uri)?.into_iter().find(|(name, _)| name == "limit") {
-        match limit.parse() {
-            Ok(limit) if limit > 0 => items.truncate(limit),
-            _ => return Err(ApiError::invalid(name, format!("limit: {limit:?} is no count"))),
+/// The page of a list of ids and items that a query asks for, and whether there are more in its
+/// direction: the first `limit` items, those that come after the id `after` or `after_id`, or the
+/// last ones before `before_id`.
+pub fn page<T>(
+    uri: &Uri,
+    mut items: Vec<(String, T)>,
+) -> Result<(Vec<(String, T)>, bool), ApiError> {
+    let mut most = usize::MAX;
+    let mut edge = None;
+    for (name, value) in query(uri)? {
+        match name.as_str() {
+            "limit" => match value.parse() {
+                Ok(limit) if limit > 0 => most = limit,
+                _ => return Err(ApiError::invalid(name, format!("limit: {value:?} is no count"))),
+            },
+            "after" | "after_id" | "before_id" => {
+                if edge.is_some() {
+                    let message = format!("{name}: a page begins or ends at one id only");
+                    return Err(ApiError::invalid(name, message));
+                }
+                let Some(at) = items.iter().position(|(id, _)| *id == value) else {
+                    let message = format!("{name}: there is no {value:?} in this list");
+                    return Err(ApiError::invalid(name, message));
+                };
+                match name == "before_id" {
+                    true => items.truncate(at),
+                    false => drop(items.drain(..=at)),
+                }
+                edge = Some(name);
+            }
+            _ => {}
         }
     }
-    let more = items.len() < count;
+    let more = items.len() > most;
+    match edge.as_deref() {
+        Some("before_id") => drop(items.drain(..items.len().saturating_sub(most))),
+        _ => items.truncate(most),
+    }
     Ok((items, more))
 }
 
 /// `GET /v1/models`.
 pub async fn models(State(app): State<Arc<App>>, uri: Uri) -> Result<Response<Body>, ApiError> {
-    let (names, more) = limited(&uri, app.config.model_names.iter().collect())?;
-    let data: Vec<Value> = names.iter().map(|name| model(&app, name)).collect();
+    let mut names: Vec<(String, ())> = Vec::new();
+    for name in &app.config.model_names {
+        if !names.iter().any(|(known, ())| known == name) {
+            names.push((name.clone(), ()));
+        }
+    }
+    let (names, more) = page(&uri, names)?;
+    let data: Vec<Value> = names.iter().map(|(name, ())| model(&app, name)).collect();
     Ok(sse::json(&json!({
         "object": "list",
         "data": data,
         "has_more": more,
-        "first_id": names.first(),
-        "last_id": names.last(),
+        "first_id": names.first().map(|(name, ())| name),
+        "last_id": names.last().map(|(name, ())| name),
     })))
 }
 
@@ -111,7 +145,7 @@ pub async fn load(State(app): State<Arc<App>>) -> Response<Body> {
 }
 
 /// `GET /`: a page to talk to the model.
-pub async fn page() -> Response<Body> {
+pub async fn console() -> Response<Body> {
     let mut response = Response::new(Body::from(include_str!("page.html")));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));

@@ -101,6 +101,35 @@ async fn tokens_go_there_and_back() {
 }
 
 #[tokio::test]
+async fn models_come_in_pages() {
+    let model_names = ["a", "b", "a", "c"].map(str::to_owned).to_vec();
+    let config = Config { model_names, ..Config::default() };
+    let server = Server::scripted(config, |_| Ok(Reply::tokens(tokens("x"))));
+    for (query, names, more) in [
+        ("?beta=true", json!(["a", "b", "c"]), false),
+        ("?limit=2", json!(["a", "b"]), true),
+        ("?limit=2&after_id=b", json!(["c"]), false),
+        ("?limit=1&after_id=a", json!(["b"]), true),
+        ("?after_id=c", json!([]), false),
+        ("?limit=1&before_id=c", json!(["b"]), true),
+        ("?limit=2&before_id=c", json!(["a", "b"]), false),
+    ] {
+        let (status, text) = server.get(&format!("/v1/models{query}")).await;
+        assert_eq!(status, StatusCode::OK, "{text}");
+        let page: Value = serde_json::from_str(&text).expect("JSON");
+        let data = page["data"].as_array().expect("a list");
+        let found: Vec<_> = data.iter().map(|model| model["id"].clone()).collect();
+        assert_eq!((json!(found), &page["has_more"]), (names, &json!(more)), "{query}");
+        assert_eq!(page["last_id"], found.last().cloned().unwrap_or_default(), "{query}");
+    }
+    for (query, name) in [("after_id=x", "after_id"), ("after_id=a&before_id=c", "before_id")] {
+        let (status, text) = server.get(&format!("/v1/models?{query}")).await;
+        let error: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!((status.as_u16(), &error["error"]["param"]), (400, &json!(name)), "{text}");
+    }
+}
+
+#[tokio::test]
 async fn models_and_unknown_paths() {
     let server = Server::saying("x");
     let (status, text) = server.get("/v1/models").await;
@@ -108,7 +137,7 @@ async fn models_and_unknown_paths() {
     assert_eq!((status, &models["data"][0]["id"]), (StatusCode::OK, &json!("deepinfer")));
     assert_eq!(server.get("/v1/models?limit=1").await.0, StatusCode::OK);
     assert_eq!(server.get("/v1/models?after_id=x").await.0, StatusCode::BAD_REQUEST);
-    assert_eq!(server.get("/v1/models/deepinfer").await.0, StatusCode::OK);
+    assert_eq!(server.get("/v1/models/deepinfer?beta=true").await.0, StatusCode::OK);
     assert_eq!(server.get("/v1/models/other").await.0, StatusCode::NOT_FOUND);
     assert_eq!(server.get("/nothing").await.0, StatusCode::NOT_FOUND);
     let (status, text) = server.get(PATH).await;

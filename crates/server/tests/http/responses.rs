@@ -135,6 +135,21 @@ async fn responses_are_kept_continued_and_deleted() {
     let oldest = items("?order=asc&limit=1").await;
     assert_eq!(oldest["data"], json!([data[3]]));
     assert_eq!(oldest["has_more"], true);
+    for order in ["asc", "desc"] {
+        let mut all = items(&format!("?order={order}&limit=1")).await;
+        let mut ids = vec![all["last_id"].clone()];
+        while all["has_more"] == true {
+            let last = all["data"][0]["id"].as_str().expect("an id");
+            all = items(&format!("?order={order}&limit=1&after={last}")).await;
+            assert!(!ids.contains(&all["last_id"]), "{all}");
+            ids.push(all["last_id"].clone());
+        }
+        let mut expected: Vec<_> = data.iter().map(|item| item["id"].clone()).collect();
+        if order == "asc" {
+            expected.reverse();
+        }
+        assert_eq!(ids, expected);
+    }
     for (query, name) in [("?order=up", "order"), ("?limit=0", "limit"), ("?after=x", "after")] {
         let (status, text) = server.get(&format!("{list}{query}")).await;
         let error: Value = serde_json::from_str(&text).expect("JSON");
@@ -150,6 +165,29 @@ async fn responses_are_kept_continued_and_deleted() {
     let unkept = server.ok(PATH, body(json!({"store": false}))).await;
     let path = format!("{PATH}/{}", unkept["id"].as_str().expect("an id"));
     assert_eq!(server.get(&path).await.0, StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn items_of_an_input_are_told_apart() {
+    let server = Server::saying(&format!("hm</think>a{EOS}"));
+    let item = |id: Value| json!({"role": "user", "content": "x", "id": id});
+    let given = ["same", "item_2", "same", ""].map(|id| item(json!(id)));
+    let response = server.ok(PATH, body(json!({"input": given}))).await;
+    let id = response["id"].as_str().expect("an id");
+    let (_, text) = server.get(&format!("{PATH}/{id}/input_items?order=asc")).await;
+    let list: Value = serde_json::from_str(&text).expect("JSON");
+    let ids: Vec<_> = list["data"].as_array().expect("a list").iter().map(|i| &i["id"]).collect();
+    assert_eq!(ids, ["same", "item_2", "item_2_", "item_3"]);
+}
+
+#[tokio::test]
+async fn an_ill_formed_item_is_found_beside_a_long_text() {
+    let server = Server::saying("x");
+    let mut items = vec![json!({"role": "user", "content": "x"}); 20_000];
+    items[19_999]["role"] = json!("judge");
+    let long = "x".repeat(4 << 20);
+    let refused = server.refused(PATH, body(json!({"input": items, "instructions": long}))).await;
+    assert_eq!(refused, "input[19999]");
 }
 
 #[tokio::test]
