@@ -342,7 +342,7 @@ pub struct Verify {
     #[arg(long)]
     pub forced: bool,
     /// What to run on: cpu, cuda:N or auto (a GPU if there is one)
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
     /// Threads; without it, one for each processor
     #[arg(long, value_name = "N")]
@@ -391,7 +391,7 @@ pub struct Plan {
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<String>,
     /// What the model would run on: cpu, cuda:N or auto
-    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
     pub device: DeviceChoice,
     /// Sequences that should fit
     #[arg(long, value_name = "N")]
@@ -484,5 +484,18 @@ mod tests {
             Ok(Command::Generate(args)) => assert_eq!(args.token_ids, Some(vec![1, 2])),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn only_comparisons_mean_the_cpu_without_being_told() {
+        let device = |args: &[&str]| match Cli::parse_from(args).command {
+            Command::Verify(args) => args.device,
+            Command::Plan(args) => args.device,
+            Command::Selftest(args) => args.device,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(device(&["deepinfer", "verify", "--reference", "x"]), DeviceChoice::Cpu);
+        assert_eq!(device(&["deepinfer", "plan"]), DeviceChoice::Auto);
+        assert_eq!(device(&["deepinfer", "selftest"]), DeviceChoice::Auto);
     }
 }
