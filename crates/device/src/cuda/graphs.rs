@@ -62,10 +62,10 @@ impl Graphs {
 
     /// The entry of a key, and whether it is new.
     fn entry(&mut self, key: GraphKey) -> (&mut Entry, bool) {
-        if self.entries.len() >= MOST_KEYS {
+        let new = !self.entries.contains_key(&key);
+        if new && self.entries.len() >= MOST_KEYS {
             self.entries.retain(|_, entry| entry.graph.is_some());
         }
-        let new = !self.entries.contains_key(&key);
         (self.entries.entry(key).or_default(), new)
     }
 }
