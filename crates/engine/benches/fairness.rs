@@ -111,11 +111,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "newcomers of 100 tokens: {worst:.3} s at worst, {:.2}% of the prompt",
         100.0 * worst / alone
     );
-    rates.sort_by(f64::total_cmp);
-    let [slowest, middle] = [0, rates.len() / 2].map(|i| 100.0 * rates[i] / quiet);
+    // Contexts grow meanwhile, and steps with them: what would be without the prompt lies between
+    // the rates before and after it.
+    rate(1.0);
+    let later = rate(4.0);
+    let count = rates.len() as f64;
+    let alone_then = |i: usize| quiet + (later - quiet) * (i as f64 + 0.5) / count;
+    let mut shares: Vec<f64> =
+        rates.iter().enumerate().map(|(i, rate)| 100.0 * rate / alone_then(i)).collect();
+    shares.sort_by(f64::total_cmp);
+    let (slowest, middle) = (shares[0], shares[shares.len() / 2]);
     println!(
-        "running requests keep {slowest:.0}% of {quiet:.0} tokens/s at worst, {middle:.0}% at the \
-         median, over {} times of 2 s or more",
+        "running requests keep {slowest:.0}% of their rate ({quiet:.0} tokens/s before, {later:.0} \
+         after) at worst, {middle:.0}% at the median, over {} times of 2 s or more",
         rates.len()
     );
     println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
