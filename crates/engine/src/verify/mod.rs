@@ -8,8 +8,8 @@
 //!
 //! A device that stores activations in bf16 is compared by forced runs only ([`verify_rounding`]).
 //! Before it the CPU makes the same run, compared with the reference as ever, and so gives what
-//! references do not hold ([`trace`]): then every layer and every draft stage starts from given
-//! values, and what it adds is judged alone ([`updates`]).
+//! references do not hold (`trace.rs`): then every layer and every draft stage starts from given
+//! values, and what it adds is judged alone (`updates.rs`).
 
 mod compare;
 mod drafts;
