@@ -48,7 +48,7 @@ fn main() -> Result<(), Failure> {
     }
     if wants("completions") {
         let seconds = seconds.min(20);
-        streams(&tokenizer, &Load { path: COMPLETIONS, streams: 256, rate: 200, seconds })?;
+        streams(&tokenizer, &Load { path: COMPLETIONS, streams: 256, rate: 220, seconds })?;
     }
     if wants("aborts") {
         aborts(&tokenizer, 2000)?;
