@@ -15,12 +15,17 @@ use crate::tokenizer::Tokenizer;
 const MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 
 /// Token classes whose masks are kept ready: where a string may hold anything, the mask is one
-/// of these and only the remaining tokens are walked. The last one is for free text.
-const SLICES: [&str; 5] = [
+/// of these and only the remaining tokens are walked. The short ones are for strings of a few
+/// characters at most, the last one for free text.
+const SLICES: [&str; 9] = [
     r#"[\x20\x0A\x0D\x09]+"#,
     r#"[^"\\\x00-\x1F\x7F]{1,10}"#,
     r#"[^"\\\x00-\x1F\x7F]{1,30}"#,
     r#"[^"\\\x00-\x1F\x7F]+"#,
+    r#"[^"\\\x00-\x1F\x7F]{1,3}"#,
+    r#"[^"\\\x00-\x1F\x7F]{1,4}"#,
+    r#"[^"\\\x00-\x1F\x7F]{1,5}"#,
+    r#"[^"\\\x00-\x1F\x7F]{1,8}"#,
     r#"(?s:.+)"#,
 ];
 

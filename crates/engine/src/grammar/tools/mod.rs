@@ -133,7 +133,11 @@ impl Writer {
                 let tag = tag.clone();
                 let terminal = name.to_uppercase();
                 self.rule(&terminal, &format!("({body}) \"</\""));
-                self.rule(name, &format!("{terminal} {tag} \" parameter>\""));
+                // The same language once more, as two lexemes. Behind "<", where the first is not
+                // seen to hold any text, the second is, and no token need be tried.
+                self.rule(&format!("{terminal}_TEXT"), body);
+                let text = format!("({terminal} | {terminal}_TEXT \"</\")");
+                self.rule(name, &format!("{text} {tag} \" parameter>\""));
             }
             None => {
                 let close = quote(&format!("</{DSML} parameter>"));
