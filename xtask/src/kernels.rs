@@ -3,7 +3,7 @@
 use crate::budget::{Budget, Usage, parse_usage};
 use crate::nvrtc::Nvrtc;
 use crate::toolchain::{self, Toolchain};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -58,8 +58,9 @@ fn compile(toolchain: &Toolchain, nvrtc: &Nvrtc, folder: &Path, stem: &str) -> R
     let ptx_file = temporary.join(format!("{stem}.ptx"));
     std::fs::write(&ptx_file, &ptx)?;
     let mut built = Built { files: vec![(format!("{stem}.ptx"), ptx)], usage: Vec::new() };
-    for architecture in ARCHITECTURES {
-        let binary = temporary.join(format!("{stem}.cubin"));
+    // The longest part of the work, so the architectures are done side by side.
+    let assemble = &|architecture: &str| -> Result<(Vec<u8>, Vec<Usage>)> {
+        let binary = temporary.join(format!("{stem}.{architecture}.cubin"));
         let output = Command::new(&toolchain.ptxas)
             .args(["-v", &format!("-arch={architecture}")])
             .arg(&ptx_file)
@@ -69,8 +70,17 @@ fn compile(toolchain: &Toolchain, nvrtc: &Nvrtc, folder: &Path, stem: &str) -> R
             .context("starting ptxas")?;
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure!(output.status.success(), "ptxas, {stem} for {architecture}: {text}");
-        built.files.push((format!("{stem}.{architecture}.cubin"), std::fs::read(binary)?));
-        built.usage.push((architecture, parse_usage(&text)));
+        Ok((std::fs::read(binary)?, parse_usage(&text)))
+    };
+    let results = std::thread::scope(|scope| {
+        let threads = ARCHITECTURES.map(|name| (name, scope.spawn(move || assemble(name))));
+        threads.map(|(name, thread)| (name, thread.join()))
+    });
+    for (architecture, result) in results {
+        let (binary, usage) =
+            result.map_err(|_| anyhow!("a thread for {architecture} failed"))??;
+        built.files.push((format!("{stem}.{architecture}.cubin"), binary));
+        built.usage.push((architecture, usage));
     }
     Ok(built)
 }
