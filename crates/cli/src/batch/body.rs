@@ -213,6 +213,16 @@ const CHAT: &[&str] = &[
 ];
 const TEXT: &[&str] = &["prompt", "echo"];
 
+/// What is wrong is said with the field's path.
+fn read<T: serde::de::DeserializeOwned>(body: &Value) -> Result<T, String> {
+    serde_path_to_error::deserialize(body).map_err(|error| {
+        match error.path().to_string().as_str() {
+            "." => format!("body: {}", error.inner()),
+            path => format!("body.{path}: {}", error.inner()),
+        }
+    })
+}
+
 impl Line {
     /// Reads a line.
     pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
@@ -252,9 +262,7 @@ impl Line {
         if let Some(field) = object.keys().find(known) {
             return Err(format!("body.{field} is not supported"));
         }
-        let own = serde_json::from_value(self.body.clone()).map_err(|e| format!("body: {e}"))?;
-        let common = serde_json::from_value(self.body.clone()).map_err(|e| format!("body: {e}"))?;
-        Ok((own, common))
+        Ok((read(&self.body)?, read(&self.body)?))
     }
 
     fn chat(&self, tokenizer: &Tokenizer, template: &ChatTemplate<'_>) -> Result<Job, String> {
@@ -423,7 +431,9 @@ mod tests {
         assert!(refused(r#"{"prompt":"x","suffix":"y"}"#, TEXT).contains("body.suffix"));
         assert!(refused(r#"{"prompt":"x","stream":true}"#, TEXT).contains("stream"));
         assert!(refused(r#"{"prompt":"x","logit_bias":{"b":1}}"#, TEXT).contains("\"b\""));
-        assert!(refused(r#"{"prompt":7}"#, TEXT).contains("body"));
+        assert!(refused(r#"{"prompt":7}"#, TEXT).contains("body.prompt"));
+        assert!(refused(r#"{"prompt":"x","top_p":"much"}"#, TEXT).contains("body.top_p"));
+        assert!(refused(r#"{"prompt":"x","logit_bias":{"1":"b"}}"#, TEXT).contains("logit_bias.1"));
         assert!(refused(r#"{"prompt":"x","n":2}"#, TEXT).contains("body.n"));
     }
 }

@@ -192,6 +192,9 @@ impl SamplingParams {
         if self.max_tokens == Some(0) {
             return Err(out_of_range("max_tokens", 0, "at least 1"));
         }
+        if self.max_tokens.is_some_and(|most| self.min_tokens > most) {
+            return Err(out_of_range("min_tokens", self.min_tokens, "at most max_tokens"));
+        }
         let most = "at most 1000";
         for (field, wanted) in
             [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)]
@@ -296,6 +299,9 @@ mod tests {
         assert!(refused(|p| p.presence_penalty = f32::INFINITY).contains("presence_penalty"));
         assert!(refused(|p| p.max_tokens = Some(0)).contains("max_tokens"));
         assert!(refused(|p| p.max_tokens = Some(49)).contains("49"));
+        assert!(
+            refused(|p| (p.min_tokens, p.max_tokens) = (5, Some(4))).contains("min_tokens is 5")
+        );
         assert!(refused(|p| p.logprobs = Some(1001)).contains("logprobs"));
         assert!(refused(|p| p.prompt_logprobs = Some(0)).contains("prompt_logprobs"));
         assert!(refused(|p| p.logit_bias = vec![(100, 1.0)]).contains("logit_bias"));
