@@ -1,11 +1,13 @@
 """Writes the held-out evaluation suites: one gzip file of JSON lines for each task.
     python suites.py models/demo/tokenizer.json models/demo/eval
+    python suites.py models/demo/tokenizer.json more --count 300 --only sort,tool_call
+Facts are always the same; of every other task, a larger suite starts with the items of a smaller one.
 """
 
+import argparse
 import base64
 import gzip
 import json
-import sys
 
 import draw
 import tasks
@@ -52,23 +54,27 @@ def item(encoder, task, number, made, thinking, effort, quick):
     return out
 
 
-def build(encoder):
+def build(encoder, wanted, most):
     for task in SHORT:
+        name = "tool_call" if task == "tool" else task
+        if name not in wanted and not (task == "tool" and "tool_result" in wanted):
+            continue
         rng, lines, second = Rng(5000 + len(task) * 31 + ord(task[0])), [], []
-        count = len(FACTS) if task == "fact" else COUNT
+        count = len(FACTS) if task == "fact" else most
         for i in range(count):
             made = tasks.fact_example(rng, *FACTS[i]) if task == "fact" else tasks.example(task, rng, True)
             thinking, effort = i % 2 == 1, ["low", "high", "max"][i // 2 % 3]
-            name = "tool_call" if task == "tool" else task
             lines.append(item(encoder, name, i, made, thinking, effort, i < (3 if task == "tool" else 8)))
             if task == "tool":
                 second.append(item(encoder, "tool_result", i, made, thinking, effort, i < 3))
-        yield ("tool_call" if task == "tool" else task), lines
+        yield name, lines
         if second:
             yield "tool_result", second
     for task, (low, high) in LENGTHS.items():
+        if task not in wanted:
+            continue
         rng, lines = Rng(6000 + high), []
-        while len(lines) < COUNT:
+        while len(lines) < most:
             made = tasks.example("retrieval", rng, True, tokens=rng.range(low, high * 12 // 10), depth=len(lines) % 10)
             if made["depths"][0] != len(lines) % 10 or not low <= len(encoder.text(made["user"])) + 8 <= high:
                 continue
@@ -78,10 +84,22 @@ def build(encoder):
 
 
 def main():
-    encoder, folder = Encoder(sys.argv[1]), sys.argv[2]
-    for task, lines in build(encoder):
+    names = [name for task in SHORT for name in (["tool_call", "tool_result"] if task == "tool" else [task])] + list(LENGTHS)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tokenizer")
+    parser.add_argument("folder")
+    parser.add_argument("--count", type=int, default=COUNT, help="items a task")
+    parser.add_argument("--only", default=",".join(names), help="these tasks alone")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    for name in wanted:
+        if name not in names:
+            parser.error(f"--only: there is no task {name!r}; tasks: {', '.join(names)}")
+    for task, lines in build(Encoder(args.tokenizer), wanted, args.count):
+        if task not in wanted:
+            continue
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
-        with open(f"{folder}/{task}.jsonl.gz", "wb") as f:
+        with open(f"{args.folder}/{task}.jsonl.gz", "wb") as f:
             f.write(gzip.compress(text, 9, mtime=0))
         print(task, len(lines), len(text))
 

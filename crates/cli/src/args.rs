@@ -432,6 +432,12 @@ pub struct Eval {
     /// How much to run
     #[arg(long, value_enum, default_value_t = Suite::Quick)]
     pub suite: Suite,
+    /// Run the first N prompts of every task instead, or all where it has fewer
+    #[arg(long, value_name = "N", conflicts_with = "suite")]
+    pub count: Option<NonZeroUsize>,
+    /// Run these tasks alone
+    #[arg(long, value_name = "TASK", value_delimiter = ',')]
+    pub only: Vec<String>,
     /// Folder with the tasks; without it, those inside this program
     #[arg(long, value_name = "DIR")]
     pub tasks: Option<PathBuf>,

@@ -23,6 +23,8 @@ use tasks::{Item, Score};
 #[derive(Serialize)]
 struct Report {
     suite: &'static str,
+    /// Most prompts of a task, where that was asked for.
+    count: Option<usize>,
     /// How prompts were read.
     prefill: &'static str,
     tasks: Vec<TaskScore>,
@@ -58,8 +60,11 @@ pub fn run(args: &Eval) -> Outcome {
         }
         None => tasks::read_embedded(demo::TASKS)?,
     };
-    if args.suite == Suite::Quick {
-        items.retain(|item| item.quick);
+    items = tasks::only(items, &args.only).map_err(Failure::Usage)?;
+    match args.count {
+        Some(count) => items = tasks::first_of_each(items, count.get()),
+        None if args.suite == Suite::Quick => items.retain(|item| item.quick),
+        None => {}
     }
     let mut not_run = BTreeMap::new();
     items.retain(|item| {
@@ -132,9 +137,10 @@ pub fn run(args: &Eval) -> Outcome {
         .collect();
     let report = Report {
         suite: match args.suite {
-            Suite::Quick => "quick",
-            Suite::Full => "full",
+            Suite::Quick if args.count.is_none() => "quick",
+            _ => "full",
         },
+        count: args.count.map(NonZeroUsize::get),
         prefill: config.prefill.name(),
         tasks,
         mean_accepted: drafts.as_ref().map(|d| d.mean_accepted),

@@ -448,6 +448,15 @@ fn eval_runs_on_the_device_it_is_told() {
     let eval =
         |device: &str| run(&["eval", "--model", &tiny(), "--tasks", &tasks, "--device", device]);
     assert!(eval("cpu").status.success());
+    let refused = |more: &[&str], why: &str| {
+        let model = tiny();
+        let output = run(&[&["eval", "--model", &model, "--tasks", &tasks], more].concat());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && text.contains(why), "{text}");
+    };
+    refused(&["--count", "0"], "--count");
+    refused(&["--count", "3", "--suite", "full"], "--suite");
+    refused(&["--only", "a,b"], "no task \"b\"");
     let output = eval("cuda:99");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("cannot run"), "{text}");

@@ -1,41 +1,50 @@
-// Choice of experts: a warp a row.
+// Choice of experts: a block a row. All of its warps compute affinities, and the first one chooses.
 #include "cache.cuh"
 
-// Dynamic shared memory: two words an expert and warp.
-extern "C" __global__ void __launch_bounds__(128)
+constexpr int THREADS = 128;
+
+// Dynamic shared memory: two words an expert.
+extern "C" __global__ void __launch_bounds__(THREADS)
     route(const float* scores, const float* bias, const float* bias_image, const u8* image, int experts,
-          int k, float scale, int rows, u32* ids, float* weights) {
-    extern __shared__ float shared[];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int row = int(blockIdx.x) * int(blockDim.x / 32) + warp;
-    if (row >= rows) return;
-    float* s = shared + 2 * experts * warp;
+          int k, float scale, u32* ids, float* weights) {
+    extern __shared__ float s[];
     u32* ranks = reinterpret_cast<u32*>(s + experts);
+    const u64 row = blockIdx.x;
+    const int lane = int(threadIdx.x);
     if (image[row] != 0 && bias_image) bias = bias_image;
-    for (int e = lane; e < experts; e += 32) {
-        s[e] = __fsqrt_rn(softplus_f32(scores[u64(row) * experts + e]));
+    for (int e = lane; e < experts; e += THREADS) {
+        s[e] = __fsqrt_rn(softplus_f32(scores[row * experts + e]));
         const float value = __fadd_rn(s[e], bias[e]);
         // NaN counts as negative infinity.
         ranks[e] = rank_of(value != value ? -infinity() : value);
     }
-    __syncwarp();
-    ids += u64(row) * k;
-    weights += u64(row) * k;
+    __syncthreads();
+    if (lane >= 32) return;
+    // The best of the lane's experts. A rank of 0 marks those taken before; none has it by itself.
+    auto best_of_lane = [&] {
+        u32 rank = 0, id = ABSENT;
+#pragma unroll 4
+        for (int e = lane; e < experts; e += 32) {
+            if (ranks[e] > rank) {
+                rank = ranks[e];
+                id = e;
+            }
+        }
+        return make_uint2(rank, id);
+    };
+    ids += row * k;
+    weights += row * k;
+    uint2 own = best_of_lane();
     float sum = 0.0f;
     for (int slot = 0; slot < k; slot++) {
-        u64 best = 0;
-        for (int e = lane; e < experts; e += 32) {
-            // A rank of 0 marks those taken before; none has it by itself.
-            if (ranks[e] > 0) best = max(best, entry_of(ranks[e], e));
-        }
-#pragma unroll
-        for (int by = 16; by > 0; by /= 2) best = max(best, __shfl_xor_sync(~0u, best, by));
-        const u32 id = index_of(best);
+        const u32 rank = __reduce_max_sync(~0u, own.x);
+        const u32 id = __reduce_min_sync(~0u, own.x == rank ? own.y : ABSENT);
         sum = __fadd_rn(sum, s[id]);
-        if (lane == 0) {
+        if (own.y == id) {
             ids[slot] = id;
             weights[slot] = s[id];
             ranks[id] = 0;
+            own = best_of_lane();
         }
         __syncwarp();
     }

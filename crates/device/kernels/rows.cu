@@ -1,5 +1,5 @@
 // Moving, storing and reading rows.
-#include "common.cuh"
+#include "cache.cuh"
 
 // ---- moving: one warp a row, words of the size that all addresses allow ----
 
@@ -45,9 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// ---- formats of cache rows: one warp a group of 32 values, one lane a value ----
-
-enum { ROW_F32, ROW_BF16, ROW_FP8, ROW_NVFP4, ROW_MXFP4 };
+// ---- storing cache rows: one warp a group of 32 values, one lane a value ----
 
 // The scale byte of this lane's group, and its value. Lanes beyond the row hold 0.
 template <int FORMAT>
@@ -55,16 +53,16 @@ __device__ __forceinline__ u32 scale_of(float x, float& scale) {
     // Magnitudes order like their bits, and NaN lies above infinity.
     u32 most = __float_as_uint(x) & 0x7fffffffu;
 #pragma unroll
-    for (int step = FORMAT == ROW_NVFP4 ? 8 : 16; step > 0; step /= 2) {
+    for (int step = FORMAT == ROW_NVFP4X16 ? 8 : 16; step > 0; step /= 2) {
         most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
     }
     float amax = __uint_as_float(most);
     u32 byte;
-    if (FORMAT == ROW_FP8) {
+    if (FORMAT == ROW_FP8X32) {
         amax = amax < 1e-4f ? 1e-4f : amax;
         byte = ue8m0_ceil(__fdiv_rn(amax, 448.0f));
         scale = ue8m0(byte);
-    } else if (FORMAT == ROW_NVFP4) {
+    } else if (FORMAT == ROW_NVFP4X16) {
         amax = amax < 0.01171875f ? 0.01171875f : amax;
         byte = e4m3_of(__fdiv_rn(amax, 6.0f));
         scale = e4m3(byte);
@@ -87,8 +85,8 @@ __device__ void encode(const bf16* x, u32 width, u64 rows, u8* out) {
     }
     bool inside = column < width;
     float v = inside ? widen(x[row * width + column]) : 0.0f;
-    u32 value_bytes = FORMAT == ROW_FP8 ? width : (width + 1) / 2;
-    u32 per_group = FORMAT == ROW_NVFP4 ? 16 : 32;
+    u32 value_bytes = FORMAT == ROW_FP8X32 ? width : (width + 1) / 2;
+    u32 per_group = FORMAT == ROW_NVFP4X16 ? 16 : 32;
     u8* at = out + row * (value_bytes + (width + per_group - 1) / per_group);
     float scale;
     u32 byte = scale_of<FORMAT>(v, scale);
@@ -96,7 +94,7 @@ __device__ void encode(const bf16* x, u32 width, u64 rows, u8* out) {
         at[value_bytes + column / per_group] = byte;
     }
     float scaled = __fdiv_rn(v, scale);
-    if (FORMAT == ROW_FP8) {
+    if (FORMAT == ROW_FP8X32) {
         if (inside) {
             at[column] = e4m3_of(scaled);
         }
@@ -124,27 +122,10 @@ __device__ void round(bf16* x, u32 width, u64 rows) {
     float scale;
     scale_of<FORMAT>(v, scale);
     float scaled = __fdiv_rn(v, scale);
-    float value = FORMAT == ROW_FP8 ? e4m3(e4m3_of(scaled)) : e2m1(e2m1_of(scaled));
+    float value = FORMAT == ROW_FP8X32 ? e4m3(e4m3_of(scaled)) : e2m1(e2m1_of(scaled));
     if (inside) {
         *at = narrow(value * scale);
     }
-}
-
-template <int FORMAT>
-__device__ void decode(const u8* src, u32 width, u64 rows, bf16* out) {
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= rows * width) {
-        return;
-    }
-    u64 row = i / width;
-    u32 column = i % width;
-    u32 value_bytes = FORMAT == ROW_FP8 ? width : (width + 1) / 2;
-    u32 per_group = FORMAT == ROW_NVFP4 ? 16 : 32;
-    const u8* at = src + row * (value_bytes + (width + per_group - 1) / per_group);
-    u32 byte = at[value_bytes + column / per_group];
-    float scale = FORMAT == ROW_NVFP4 ? e4m3(byte) : ue8m0(byte);
-    float value = FORMAT == ROW_FP8 ? e4m3(at[column]) : e2m1(at[column / 2] >> column % 2 * 4);
-    out[i] = narrow(value * scale);
 }
 
 #define ROWS_OF(NAME, FORMAT)                                                                      \
@@ -155,15 +136,11 @@ __device__ void decode(const u8* src, u32 width, u64 rows, bf16* out) {
     extern "C" __global__ void __launch_bounds__(256)                                              \
         round_rows_##NAME(bf16* x, u32 width, u64 rows) {                                          \
         round<FORMAT>(x, width, rows);                                                             \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                              \
-        decode_rows_##NAME(const u8* src, u32 width, u64 rows, bf16* out) {                        \
-        decode<FORMAT>(src, width, rows, out);                                                     \
     }
 
-ROWS_OF(fp8, ROW_FP8)
-ROWS_OF(nvfp4, ROW_NVFP4)
-ROWS_OF(mxfp4, ROW_MXFP4)
+ROWS_OF(fp8, ROW_FP8X32)
+ROWS_OF(nvfp4, ROW_NVFP4X16)
+ROWS_OF(mxfp4, ROW_MXFP4X32)
 
 // Rows of f32 are stored byte by byte: they may lie anywhere.
 extern "C" __global__ void __launch_bounds__(256) encode_rows_f32(const bf16* x, u64 count, u8* out) {
@@ -176,16 +153,84 @@ extern "C" __global__ void __launch_bounds__(256) encode_rows_f32(const bf16* x,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) decode_rows_f32(const u8* src, u64 count, bf16* out) {
-    u64 i = (u64)blockIdx.x * 256 + threadIdx.x;
-    if (i < count) {
-        u32 bits = 0;
-        for (int b = 0; b < 4; ++b) {
-            bits |= (u32)src[4 * i + b] << 8 * b;
-        }
-        out[i] = narrow(__uint_as_float(bits));
+// ---- reading stored rows: a lane eight values ----
+
+// A bit of every byte that is the fp8 code of a NaN.
+__device__ __forceinline__ u32 nan_codes(u32 codes) {
+    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+}
+
+// Eight columns as bf16. (decode8 takes the fp8 codes of NaN for 480.)
+__device__ __forceinline__ uint4 values8(int format, const Raw8& raw) {
+    uint4 values = decode8(format, raw);
+    if (format != ROW_FP8X32 || raw.scale == ABSENT) return values;
+    if ((nan_codes(raw.codes.x) | nan_codes(raw.codes.y)) == 0) return values;
+    u32 pairs[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const u32 code = (i < 4 ? raw.codes.x : raw.codes.y) >> 8 * (i % 4);
+        if ((code & 0x7f) == 0x7f) pairs[i / 2] |= 0x7fffu << 16 * (i % 2);
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Writes columns col .. col + 8 of a row, those inside it.
+__device__ __forceinline__ void store8(bf16* row, int width, int col, const uint4& values) {
+    if (width % 8 == 0) {
+        *reinterpret_cast<uint4*>(row + col) = values;
+        return;
+    }
+    const u32 pairs[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (col + i < width) row[col + i].bits = u16(pairs[i / 2] >> 16 * (i % 2));
     }
 }
+
+// out[i] = src[indices[i]], one warp a row; indices beyond the source are skipped, ABSENT among them.
+// Where groups of eight are whole and their codes lie at whole words, a lane has a group, and two
+// groups in flight; else it has a value.
+template <int FORMAT, bool ODD>
+__device__ __forceinline__ void decode(
+    const u8* src, u64 src_rows, u64 row_bytes, int width, const u32* indices, u64 rows, bf16* out) {
+    const u64 i = warp_index();
+    if (i >= rows) return;
+    const u32 index = __ldg(indices + i);
+    if (index >= src_rows) return;
+    const u8* row = src + index * row_bytes;
+    out += i * width;
+    const int lane = threadIdx.x & 31;
+    if constexpr (ODD) {
+        for (int c = lane; c < width; c += 32) out[c].bits = read_value(FORMAT, row, width, c);
+    } else {
+        for (int col = 8 * lane; col < width; col += 512) {
+            const bool two = col + 256 < width;
+            const Raw8 a = read8<false>(FORMAT, row, width, col, 16);
+            Raw8 b = a;
+            if (two) b = read8<false>(FORMAT, row, width, col + 256, 16);
+            store8(out, width, col, values8(FORMAT, a));
+            if (two) store8(out, width, col + 256, values8(FORMAT, b));
+        }
+    }
+}
+
+#define DECODE_ROWS(NAME, FORMAT, ODD)                                                             \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        decode_rows_##NAME(const u8* src, u64 src_rows, u64 row_bytes, int width,                  \
+                           const u32* indices, u64 rows, bf16* out) {                              \
+        decode<FORMAT, ODD>(src, src_rows, row_bytes, width, indices, rows, out);                  \
+    }
+
+DECODE_ROWS(f32, ROW_F32, false)
+DECODE_ROWS(bf16, ROW_BF16, false)
+DECODE_ROWS(fp8, ROW_FP8X32, false)
+DECODE_ROWS(nvfp4, ROW_NVFP4X16, false)
+DECODE_ROWS(mxfp4, ROW_MXFP4X32, false)
+DECODE_ROWS(f32_odd, ROW_F32, true)
+DECODE_ROWS(bf16_odd, ROW_BF16, true)
+DECODE_ROWS(fp8_odd, ROW_FP8X32, true)
+DECODE_ROWS(nvfp4_odd, ROW_NVFP4X16, true)
+DECODE_ROWS(mxfp4_odd, ROW_MXFP4X32, true)
 
 // ---- rows of a weight matrix ----
 
@@ -202,31 +247,43 @@ struct Table {
     u32 format;
 };
 
-// out[i] = table[ids[i]], one warp a row; ids beyond the table are skipped.
+// out[i] = table[ids[i]], a thread eight columns; ids beyond the table are skipped. Rows lie at
+// multiples of 16 bytes, and are padded to whole groups.
 template <typename Id>
-__device__ void read_table(Table t, const Id* ids, u64 count, bf16* out) {
-    u64 i = warp_index();
-    if (i >= count || ids[i] >= t.rows) {
-        return;
-    }
-    u64 r = ids[i];
+__device__ __forceinline__ void read_table(Table t, const Id* ids, u64 count, bf16* out) {
+    const u32 groups = (t.cols + 7) / 8;
+    const u64 item = (u64)blockIdx.x * 256 + threadIdx.x;
+    const u64 i = item >> 32 ? item / groups : (u32)item / groups;
+    if (i >= count) return;
+    const u64 r = __ldg(ids + i);
+    if (r >= t.rows) return;
+    const int col = 8 * int(item - i * groups);
     const u8* row = t.data + r * t.row_stride;
-    u64 scale_row = t.format == W_FP8_BLOCK ? (r + t.scale_row0) / 32 : r;
-    const u8* scales = t.scale + scale_row * t.scale_stride;
-    out += i * t.cols;
-    for (u32 c = threadIdx.x % 32; c < t.cols; c += 32) {
-        float v;
-        if (t.format == W_F32) {
-            v = ((const float*)row)[c];
-        } else if (t.format == W_BF16) {
-            v = widen(((const bf16*)row)[c]);
-        } else if (t.format == W_FP4_ROW) {
-            v = e2m1(row[c / 2] >> c % 2 * 4) * ue8m0(scales[c / 32]);
+    Raw8 raw;
+    raw.scale = ABSENT;
+    int format = ROW_BF16;
+    if (t.format == W_F32) {
+        const uint4 a = load16(row + 4 * col, 16), b = load16(row + 4 * col + 16, 16);
+        raw.codes.x = narrow2(__uint_as_float(a.x), __uint_as_float(a.y));
+        raw.codes.y = narrow2(__uint_as_float(a.z), __uint_as_float(a.w));
+        raw.codes.z = narrow2(__uint_as_float(b.x), __uint_as_float(b.y));
+        raw.codes.w = narrow2(__uint_as_float(b.z), __uint_as_float(b.w));
+    } else if (t.format == W_BF16) {
+        raw.codes = load16(row + 2 * col, 16);
+    } else {
+        const u64 scale_row = t.format == W_FP8_BLOCK ? (r + t.scale_row0) / 32 : r;
+        raw.scale = __ldg(t.scale + scale_row * t.scale_stride + col / 32);
+        if (t.format == W_FP4_ROW) {
+            format = ROW_MXFP4X32;
+            raw.codes.x = load4(row + col / 2, 4);
         } else {
-            v = e4m3(row[c]) * ue8m0(scales[c / 32]);
+            format = ROW_FP8X32;
+            const uint2 codes = load8(row + col, 8);
+            raw.codes.x = codes.x;
+            raw.codes.y = codes.y;
         }
-        out[c] = narrow(v);
     }
+    store8(out + i * t.cols, t.cols, col, values8(format, raw));
 }
 
 #define TABLE_PARAMS                                                                               \

@@ -426,12 +426,14 @@ pub trait Device: Send + Sync + Sized + 'static {
         format: RowFormat,
         rows: usize,
     ) -> Result<()>;
-    /// Reads stored rows: `[rows, width]`.
+    /// `out[i]` is what the stored row `indices[i]` of `src` holds: `[rows, width]`. An [`ABSENT`]
+    /// index leaves its row alone.
     fn decode_rows(
         &self,
         src: &Self::Buffer<u8>,
         width: usize,
         format: RowFormat,
+        indices: &Self::Buffer<u32>,
         rows: usize,
         out: &mut Self::Buffer<Self::Act>,
     ) -> Result<()>;

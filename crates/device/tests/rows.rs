@@ -3,9 +3,10 @@
 mod common;
 
 use common::*;
-use deepinfer_device::formats::encode_matrix;
+use deepinfer_device::formats::{decode_row, encode_matrix};
 use deepinfer_device::ops::ABSENT;
 use deepinfer_device::{Device, Format, RowFormat, StoredMatrix};
+use half::bf16;
 
 const FORMATS: [RowFormat; 5] =
     [RowFormat::F32, RowFormat::Bf16, RowFormat::Fp8x32, RowFormat::Nvfp4x16, RowFormat::Mxfp4x32];
@@ -55,6 +56,7 @@ fn gather_and_scatter<D: Device>(device: &D) -> Vec<u32> {
 
 fn stored_rows<D: Device>(device: &D) -> Vec<u32> {
     let mut all = Vec::new();
+    let in_order: Vec<u32> = (0..512).collect();
     for format in FORMATS {
         let width = 96;
         let x = Random::new(5).normals(512 * width, 3.0);
@@ -70,7 +72,8 @@ fn stored_rows<D: Device>(device: &D) -> Vec<u32> {
         assert!(got.iter().zip(&bytes).all(|(a, b)| *a == u32::from(*b)), "{format:?}");
         let values = decoded(&bytes, width, format);
         let mut out = output_act(device, values.len());
-        device.decode_rows(&buffer(device, &bytes), width, format, 512, &mut out).expect("runs");
+        let (stored, order) = (buffer(device, &bytes), buffer(device, &in_order));
+        device.decode_rows(&stored, width, format, &order, 512, &mut out).expect("runs");
         let decoded = read_act(device, &out);
         close(
             &decoded,
@@ -85,6 +88,38 @@ fn stored_rows<D: Device>(device: &D) -> Vec<u32> {
             assert!(bits(&read_act(device, &rounded)) == bits(want), "{format:?}");
         }
         all.extend(bits(&decoded));
+    }
+    all
+}
+
+/// Any bytes, in rows of even and odd widths, read by number.
+fn stored_rows_by_number<D: Device>(device: &D) -> Vec<u32> {
+    let mut random = Random::new(8);
+    let mut all = Vec::new();
+    for (format, width) in FORMATS.into_iter().flat_map(|f| [512, 256, 96, 47].map(|w| (f, w))) {
+        let (rows, row_bytes) = (29, format.row_bytes(width));
+        let bytes: Vec<u8> = (0..rows * row_bytes).map(|_| random.word() as u8).collect();
+        let indices: Vec<u32> = [28, 0, ABSENT, 7, 7, ABSENT, 13].repeat(5);
+        let mut out = output_act(device, indices.len() * width);
+        let (stored, on_device) = (buffer(device, &bytes), buffer(device, &indices));
+        device
+            .decode_rows(&stored, width, format, &on_device, indices.len(), &mut out)
+            .expect("runs");
+        let got = read_act(device, &out);
+        let mut want = vec![0.0; width];
+        for (row, index) in got.chunks_exact(width).zip(indices) {
+            want.fill(f32::POISON);
+            if index != ABSENT {
+                decode_row(format, &bytes[index as usize * row_bytes..][..row_bytes], &mut want);
+            }
+            for (c, (got, want)) in row.iter().zip(&want).enumerate() {
+                let want =
+                    if size_of::<D::Act>() == 2 { bf16::from_f32(*want).to_f32() } else { *want };
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{format:?} of {width}: value {c} is {got}, not {want}");
+            }
+        }
+        all.extend(got.iter().map(|x| if x.is_nan() { 0 } else { x.to_bits() }));
     }
     all
 }
@@ -148,4 +183,5 @@ fn moves() {
 #[test]
 fn storage() {
     for_each_device!(stored_rows);
+    for_each_device!(stored_rows_by_number);
 }

@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::Path;
 
@@ -96,6 +97,31 @@ pub fn read_embedded(files: &[(&str, &[u8])]) -> Result<Vec<Item>> {
     Ok(items)
 }
 
+/// The items of these tasks, or all if none is named.
+///
+/// # Errors
+/// If there is no task of a name.
+pub fn only(mut items: Vec<Item>, names: &[String]) -> Result<Vec<Item>, String> {
+    let there: BTreeSet<&str> = items.iter().map(|item| item.task.as_str()).collect();
+    if let Some(name) = names.iter().find(|name| !there.contains(name.as_str())) {
+        let there: Vec<&str> = there.into_iter().collect();
+        return Err(format!("--only: there is no task {name:?}; tasks: {}", there.join(", ")));
+    }
+    items.retain(|item| names.is_empty() || names.contains(&item.task));
+    Ok(items)
+}
+
+/// The first `count` items of every task.
+pub fn first_of_each(mut items: Vec<Item>, count: usize) -> Vec<Item> {
+    let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+    items.retain(|item| {
+        let seen = seen.entry(item.task.clone()).or_default();
+        *seen += 1;
+        *seen <= count
+    });
+    items
+}
+
 fn is_tasks(name: &str) -> bool {
     name.ends_with(".jsonl") || name.ends_with(".jsonl.gz")
 }
@@ -132,6 +158,15 @@ mod tests {
         let items = read("a.jsonl", format!("{line}\n\n{line}\n").as_bytes()).expect("two items");
         assert_eq!(items.len(), 2);
         assert!(!items[0].quick && !items[0].has_image());
+        let other = line.replace("\"task\": \"a\"", "\"task\": \"b\"");
+        let both = read("a.jsonl", format!("{line}\n{line}\n{other}\n").as_bytes()).expect("three");
+        let tasks = |items: Vec<Item>| items.into_iter().map(|item| item.task).collect::<Vec<_>>();
+        assert_eq!(tasks(first_of_each(both.clone(), 1)), ["a", "b"]);
+        assert_eq!(tasks(first_of_each(both.clone(), 2)), ["a", "a", "b"]);
+        assert_eq!(tasks(only(both.clone(), &["b".to_owned()]).expect("is there")), ["b"]);
+        assert_eq!(tasks(only(both.clone(), &[]).expect("all")), ["a", "a", "b"]);
+        let error = only(both, &["a".to_owned(), "c".to_owned()]).expect_err("is refused");
+        assert!(error.contains("\"c\"") && error.contains("a, b"), "{error}");
         let error = read("a.jsonl", format!("{line}\nno\n").as_bytes()).expect_err("is refused");
         assert!(format!("{error:#}").contains("a.jsonl line 2"), "{error:#}");
     }

@@ -17,8 +17,7 @@ pub(super) fn add<D: Measure>(cases: &mut Cases<D>) {
     engram(cases);
 }
 
-/// Rows gathered as they are stored, then dequantized. What lies between the two steps is not
-/// counted: one pass could do both.
+/// Stored rows, read by number and dequantized.
 fn gather<D: Measure>(cases: &mut Cases<D>) {
     for (name, format) in [("fp8", RowFormat::Fp8x32), ("fp4", RowFormat::Nvfp4x16)] {
         let cache: Shared<D::Buffer<u8>> = Shared::new();
@@ -26,7 +25,7 @@ fn gather<D: Measure>(cases: &mut Cases<D>) {
             let cache = cache.clone();
             let row_bytes = format.row_bytes(WIDTH);
             let shape = format!("{name}, {row_bytes} B, {rows} rows");
-            cases.add("gather_rows, decode_rows", shape, move |maker| {
+            cases.add("decode_rows", shape, move |maker| {
                 let cache = cache.get(|| maker.rows(CACHE, WIDTH, format))?;
                 let bytes = (rows * (row_bytes + 4 + WIDTH * act::<D>())) as f64;
                 let copies = maker.copies(bytes);
@@ -35,12 +34,10 @@ fn gather<D: Measure>(cases: &mut Cases<D>) {
                     let some = maker.numbers(rows, CACHE);
                     indices.push(input(maker.device, &some)?);
                 }
-                let mut gathered = maker.device.alloc(rows * row_bytes)?;
                 let mut out = maker.device.alloc(rows * WIDTH)?;
                 let work = Work { bytes, ..Work::default() };
                 Ready::new(work, copies, move |device: &D, i| {
-                    device.gather_rows(&cache, row_bytes, &indices[i], rows, &mut gathered)?;
-                    device.decode_rows(&gathered, WIDTH, format, rows, &mut out)
+                    device.decode_rows(&cache, WIDTH, format, &indices[i], rows, &mut out)
                 })
             });
         }

@@ -138,10 +138,11 @@ impl Device for Cpu {
         src: &Buffer<u8>,
         width: usize,
         format: RowFormat,
+        indices: &Buffer<u32>,
         rows: usize,
         out: &mut Buffer<f32>,
     ) -> Result<()> {
-        rows::decode(self, src, width, format, rows, out);
+        rows::decode(self, src, width, format, indices, rows, out);
         Ok(())
     }
 

@@ -95,13 +95,16 @@ pub(crate) fn decode(
     src: &[u8],
     width: usize,
     format: RowFormat,
+    indices: &[u32],
     rows: usize,
     out: &mut [f32],
 ) {
     let bytes = format.row_bytes(width);
     cpu.for_rows(out, width, rows, 4 * width, |first, out| {
-        for (i, out) in out.chunks_exact_mut(width).enumerate() {
-            decode_row(format, &src[(first + i) * bytes..][..bytes], out);
+        for (out, index) in out.chunks_exact_mut(width).zip(&indices[first..rows]) {
+            if *index != ABSENT {
+                decode_row(format, &src[*index as usize * bytes..][..bytes], out);
+            }
         }
     });
 }

@@ -165,10 +165,11 @@ impl Device for Cuda {
         src: &Buffer<u8>,
         width: usize,
         format: RowFormat,
+        indices: &Buffer<u32>,
         rows: usize,
         out: &mut Buffer<bf16>,
     ) -> Result<()> {
-        rows::decode(self, src, width, format, rows, out)
+        rows::decode(self, src, width, format, indices, rows, out)
     }
 
     fn embed(

@@ -6,8 +6,8 @@ use super::memory::{Buffer, Ptr};
 use crate::error::DeviceError;
 use crate::ops::{Result, Routing};
 
-/// Rows of a block at most: a warp each.
-const WARPS: usize = 4;
+/// Threads of a block, which has a row.
+const THREADS: usize = 128;
 
 /// # Panics
 /// If more experts are wanted than there are.
@@ -28,7 +28,6 @@ pub(super) fn route(
         let limit = format!("{experts} experts, and its kernel takes {most}");
         return Err(DeviceError::Limit { operation, limit });
     }
-    let warps = (MAX_SHARED / shared.max(1)).clamp(1, WARPS);
     let kernel_args = args![
         args.scores.head(rows * experts),
         args.bias.head(experts),
@@ -37,10 +36,8 @@ pub(super) fn route(
         u32_of(experts),
         u32_of(k),
         args.scale,
-        u32_of(rows),
         ids.head(rows * k),
         weights.head(rows * k),
     ];
-    let blocks = [rows.div_ceil(warps), 1, 1];
-    cuda.launch(operation, "route", blocks, 32 * warps, shared * warps, kernel_args)
+    cuda.launch(operation, "route", [rows, 1, 1], THREADS, shared, kernel_args)
 }

@@ -3,6 +3,7 @@
 use super::Cuda;
 use super::launch::{args, u32_of};
 use super::memory::Buffer;
+use super::paged::alignment;
 use super::stored::Matrix;
 use crate::ops::Result;
 use crate::tensor::{Element, Format, RowFormat};
@@ -111,21 +112,31 @@ pub(super) fn decode(
     src: &Buffer<u8>,
     width: usize,
     format: RowFormat,
+    indices: &Buffer<u32>,
     rows: usize,
     out: &mut Buffer<bf16>,
 ) -> Result<()> {
-    let (src, out) = (src.head(rows * format.row_bytes(width)), out.head(rows * width));
-    let operation = "decode_rows";
-    let blocks = [(rows * width).div_ceil(THREADS), 1, 1];
-    let Some(suffix) = suffix(format) else {
-        if format == RowFormat::Bf16 {
-            return cuda.copy_bytes(src, out, rows * width * 2);
-        }
-        let args = args![src, (rows * width) as u64, out];
-        return cuda.launch(operation, "decode_rows_f32", blocks, THREADS, 0, args);
+    let row_bytes = format.row_bytes(width);
+    let args = args![
+        src.head(0),
+        rows_in(src, row_bytes),
+        row_bytes as u64,
+        u32_of(width),
+        indices.head(rows),
+        rows as u64,
+        out.head(rows * width),
+    ];
+    // Bytes of eight values, which a lane reads at a time where rows allow it.
+    let (name, eight) = match format {
+        RowFormat::F32 => ("f32", 16),
+        RowFormat::Bf16 => ("bf16", 16),
+        RowFormat::Fp8x32 => ("fp8", 8),
+        RowFormat::Nvfp4x16 => ("nvfp4", 4),
+        RowFormat::Mxfp4x32 => ("mxfp4", 4),
     };
-    let args = args![src, u32_of(width), rows as u64, out];
-    cuda.launch(operation, &format!("decode_rows_{suffix}"), blocks, THREADS, 0, args)
+    let odd = !width.is_multiple_of(8) || alignment(row_bytes) < eight;
+    let kernel = format!("decode_rows_{name}{}", if odd { "_odd" } else { "" });
+    cuda.launch("decode_rows", &kernel, [rows.div_ceil(WARPS), 1, 1], THREADS, 0, args)
 }
 
 /// The number by which kernels know a format.
@@ -162,7 +173,9 @@ fn read<E: Element>(
         count as u64,
         out.head(count * table.cols),
     ];
-    cuda.launch(operation, kernel, [count.div_ceil(WARPS), 1, 1], THREADS, 0, args)
+    // A thread reads eight columns.
+    let blocks = [(count * table.cols.div_ceil(8)).div_ceil(THREADS), 1, 1];
+    cuda.launch(operation, kernel, blocks, THREADS, 0, args)
 }
 
 pub(super) fn embed(

@@ -2,16 +2,23 @@
 
 use super::Cuda;
 use super::launch::{args, u32_of};
-use super::memory::{Buffer, Plain};
+use super::memory::{Buffer, Plain, Ptr};
 use crate::ops::{ABSENT, BiasEntry, PenaltyRow, Result, SampleRow, TokenCount};
 use std::collections::HashMap;
 
 /// Threads of a block.
 const THREADS: usize = 256;
-/// Threads of the block that finds a row's survivors.
-const FILTER_THREADS: usize = 1024;
-/// Tokens that a thread draws noise for.
-const DRAWS: usize = 16;
+/// Threads of the block that finishes a row.
+const LAST_THREADS: usize = 1024;
+/// Buckets of a row's logits.
+const BUCKETS: usize = 2048;
+/// Tokens of a row that can be listed for the last block.
+const LISTED: usize = 4096;
+/// Words of what is known about a row's filters.
+const EDGE_WORDS: usize = 10;
+/// Most blocks that share a row, and blocks that a multiprocessor runs at a time.
+const MOST_SLICES: usize = 64;
+const BLOCKS: usize = 5;
 
 pub(super) fn penalize(
     cuda: &Cuda,
@@ -123,6 +130,19 @@ impl From<&SampleRow> for Row {
     }
 }
 
+impl Row {
+    /// Whether noise is drawn.
+    fn is_drawn(&self) -> bool {
+        self.temperature > 0.0
+    }
+
+    /// Whether top-k or top-p drops tokens.
+    fn has_filters(&self, vocab: usize) -> bool {
+        let by_count = self.top_k > 0 && (self.top_k as usize) < vocab;
+        self.is_drawn() && (by_count || self.by_mass != 0)
+    }
+}
+
 pub(super) fn sample(
     cuda: &Cuda,
     logits: &Buffer<f32>,
@@ -131,22 +151,46 @@ pub(super) fn sample(
     tokens: &mut Buffer<u32>,
 ) -> Result<()> {
     let count = rows.len();
-    let rows: Vec<Row> = rows.iter().map(Row::from).collect();
-    let mut scratch = cuda.scratch();
-    let logits = logits.head(count * vocab);
-    let tokens = tokens.head(count);
-    let params = scratch.put(&rows)?;
-    // The largest logit and its token, and two cuts of a rank and an id each.
-    let survivors = scratch.take::<u32>(6 * count)?;
-    let best = scratch.take::<u64>(count)?;
-    let vocab_arg = u32_of(vocab);
-    let filter = args![logits, vocab_arg, params, survivors, best];
-    cuda.launch("sample", "sample_filter", [count, 1, 1], FILTER_THREADS, 0, filter)?;
-    if rows.iter().any(|row| row.temperature > 0.0) {
-        let blocks = [count, vocab.div_ceil(DRAWS * THREADS), 1];
-        let draw = args![logits, vocab_arg, params, survivors, best];
-        cuda.launch("sample", "sample_draw", blocks, THREADS, 0, draw)?;
+    if count == 0 {
+        return Ok(());
     }
-    let last = args![params, survivors, best, u32_of(count), tokens];
-    cuda.launch("sample", "sample_tokens", [count.div_ceil(THREADS), 1, 1], THREADS, 0, last)
+    let rows: Vec<Row> = rows.iter().map(Row::from).collect();
+    let drawn = rows.iter().any(Row::is_drawn);
+    let filters = rows.iter().any(|row| row.has_filters(vocab));
+    let mut scratch = cuda.scratch();
+    let (logits, tokens) = (logits.head(count * vocab), tokens.head(count));
+    let vocab_arg = u32_of(vocab);
+    // The blocks that run at a time share the rows. Results do not depend on how many do.
+    let at_once = BLOCKS * cuda.info().multiprocessors;
+    let most = MOST_SLICES.min(vocab.div_ceil(4 * THREADS)).max(1);
+    let slices = (at_once / count).clamp(1, most);
+    let blocks = [count, slices, 1];
+    let best = scratch.take::<u64>(count * slices)?;
+    // Pointers to nothing where no row needs them.
+    let mut take = |words: usize, wanted: bool| match wanted {
+        true => scratch.take::<u32>(words),
+        false => Ok(Ptr::NULL),
+    };
+    let counts = take(count * BUCKETS, filters)?;
+    let masses = take(2 * count * BUCKETS, filters)?;
+    let edges = take(count * EDGE_WORDS, filters)?;
+    let listed = take(count, filters)?;
+    let list = take(count * LISTED, filters)?;
+    let noisy = take(2 * count * slices, drawn)?;
+    let params = if drawn { scratch.put(&rows)? } else { Ptr::NULL };
+    let operation = "sample";
+    let args = args![logits, vocab_arg, best, counts, masses, listed];
+    cuda.launch(operation, "sample_best", blocks, THREADS, 0, args)?;
+    if filters {
+        let args = args![logits, vocab_arg, params, best, counts, masses];
+        cuda.launch(operation, "sample_buckets", blocks, THREADS, 0, args)?;
+    }
+    if drawn {
+        let args =
+            args![logits, vocab_arg, params, best, counts, masses, edges, listed, list, noisy];
+        cuda.launch(operation, "sample_draw", blocks, THREADS, 0, args)?;
+    }
+    let args =
+        args![logits, vocab_arg, params, u32_of(slices), best, edges, listed, list, noisy, tokens];
+    cuda.launch(operation, "sample_finish", [count, 1, 1], LAST_THREADS, 0, args)
 }

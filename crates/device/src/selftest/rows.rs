@@ -2,8 +2,8 @@
 
 use super::buffers::{act, guarded_act, input, output, output_act, part, read, read_act};
 use super::{Operation, Output, Runner, Trouble};
-use crate::ops::Device;
-use crate::tensor::RowFormat;
+use crate::ops::{ABSENT, Device};
+use crate::tensor::{Format, RowFormat, StoredMatrix};
 use half::bf16;
 use std::ops::Range;
 
@@ -61,12 +61,59 @@ impl Operation for Rows {
                 bits(read_act(device, &x)?)
             }
             Kind::Decode => {
-                let src = input(device, part(&self.stored, bytes, &rows))?;
+                // Rows from all over the place; some are absent, and stay as they are.
+                let count = self.stored.len() / bytes;
+                let number =
+                    |row: usize| if row % 5 == 3 { ABSENT } else { (7 * row % count) as u32 };
+                let indices: Vec<u32> = rows.map(number).collect();
+                let (src, indices) = (input(device, &self.stored)?, input(device, &indices)?);
                 let mut out = output_act(device, n * width)?;
-                device.decode_rows(&src, width, self.format, n, &mut out)?;
+                device.decode_rows(&src, width, self.format, &indices, n, &mut out)?;
                 bits(read_act(device, &out)?)
             }
         }))
+    }
+}
+
+/// Rows of a table.
+struct Lookup {
+    table: StoredMatrix,
+    of_memory: bool,
+}
+
+impl Operation for Lookup {
+    type Ready<D: Device> = D::Matrix;
+
+    fn name(&self) -> &'static str {
+        if self.of_memory { "engram_gather" } else { "embed" }
+    }
+
+    fn shape(&self) -> String {
+        format!("{:?} of {}", self.table.format, self.table.cols)
+    }
+
+    fn prepare<D: Device>(&self, device: &D) -> Result<D::Matrix, Trouble> {
+        Ok(device.matrix(self.table.clone())?)
+    }
+
+    fn run<D: Device>(
+        &self,
+        device: &D,
+        table: &D::Matrix,
+        rows: Range<usize>,
+    ) -> Result<Output, Trouble> {
+        let n = rows.len();
+        let mut out = output_act(device, n * self.table.cols)?;
+        let ids = rows.map(|row| 7 * row % self.table.rows);
+        if self.of_memory {
+            let ids: Vec<u64> = ids.map(|id| id as u64).collect();
+            device.engram_gather(table, &input(device, &ids)?, n, &mut out)?;
+        } else {
+            let ids: Vec<u32> =
+                ids.map(|id| if id % 5 == 3 { ABSENT } else { id as u32 }).collect();
+            device.embed(table, &input(device, &ids)?, n, &mut out)?;
+        }
+        Ok(Output::Exact(read_act(device, &out)?.iter().map(|x| x.to_bits()).collect()))
     }
 }
 
@@ -129,6 +176,19 @@ pub(super) fn run<D: Device>(runner: &mut Runner<'_, D>) {
             let stored = runner.random.stored_rows(most, width, format);
             runner.check(&Rows { kind, format, width, x, stored }, most);
         }
+    }
+    let tables = [
+        (Format::Bf16, 5120),
+        (Format::Bf16, 47),
+        (Format::Fp8Block32, 5120),
+        (Format::Fp8Row32, 256),
+        (Format::Fp8Row32, 47),
+        (Format::Fp4Row32, 100),
+    ];
+    for (format, cols) in tables {
+        let table = runner.random.matrix(format, 331, cols);
+        let of_memory = format == Format::Fp8Row32;
+        runner.check(&Lookup { table, of_memory }, most);
     }
     for width in [5120, 47] {
         // Values that every device holds as they are.

@@ -7,6 +7,8 @@ use std::ops::Range;
 
 struct Sample {
     vocab: usize,
+    /// What kind of logits.
+    kind: &'static str,
     logits: Vec<f32>,
     rows: Vec<SampleRow>,
 }
@@ -19,7 +21,7 @@ impl Operation for Sample {
     }
 
     fn shape(&self) -> String {
-        format!("{} tokens", self.vocab)
+        format!("{} tokens{}", self.vocab, self.kind)
     }
 
     fn prepare<D: Device>(&self, _: &D) -> Result<(), Trouble> {
@@ -104,19 +106,30 @@ pub(super) fn run<D: Device>(runner: &mut Runner<'_, D>) {
         let most = runner.most(most);
         let random = &mut runner.random;
         let logits: Vec<f32> = random.values(most * vocab).iter().map(|x| 5.0 * x).collect();
-        let rows = (0..most)
+        let rows: Vec<SampleRow> = (0..most)
             .map(|i| SampleRow {
                 seed: random.word(),
                 position: i as u32 * 77,
                 sample: i as u32 % 3,
                 temperature: [0.6, 1.0, 0.0, 1.7][i % 4],
                 top_p: [0.95, 1.0, 0.5][i / 2 % 3],
-                top_k: [0, 50, 0, 3][i / 3 % 4],
+                top_k: [0, 50, 0, 3, 100_000][i / 3 % 5],
                 min_p: [0.0, 0.1][i / 5 % 2],
             })
             .collect();
         let process = Process { vocab, logits: logits.clone() };
         runner.check(&process, most);
-        runner.check(&Sample { vocab, logits, rows }, most);
+        // Few distinct logits, so that filters cut among equal ones, and what no model should say.
+        let coarse = |x: f32| (2.0 * x).round() / 16.0;
+        let odd = [f32::NAN, f32::NEG_INFINITY, -0.0, -1e30, 0.0];
+        let ties = |(i, x): (usize, &f32)| if i % 97 < 5 { odd[i % 97] } else { coarse(*x) };
+        let equal = logits.iter().enumerate().map(ties).collect();
+        // One logit far above all others: they share a bucket of distances.
+        let mut far = logits.clone();
+        far.chunks_exact_mut(vocab).for_each(|row| row[vocab / 3] = 300.0);
+        let kinds = [("", logits), (", many of them equal", equal), (", one far above", far)];
+        for (kind, logits) in kinds {
+            runner.check(&Sample { vocab, kind, logits, rows: rows.clone() }, most);
+        }
     }
 }

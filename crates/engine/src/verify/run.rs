@@ -115,8 +115,11 @@ impl<D: Device> Runner<D> {
         let Some(paged) = paged else { return Ok(Vec::new()) };
         let (device, rows) = (&*self.session.device, tokens / paged.ratio);
         // The session's only slot owns the pages from 0 on, in order: rows lie in order.
+        let in_order: Vec<u32> = (0..rows as u32).collect();
+        let mut indices = device.alloc(rows)?;
+        device.upload(&in_order, &mut indices, 0)?;
         let mut decoded = device.alloc::<D::Act>(rows * paged.width)?;
-        device.decode_rows(paged.cache, paged.width, paged.format, rows, &mut decoded)?;
+        device.decode_rows(paged.cache, paged.width, paged.format, &indices, rows, &mut decoded)?;
         super::record::acts(device, &decoded, rows * paged.width)
     }
 }

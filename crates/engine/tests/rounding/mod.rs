@@ -188,10 +188,11 @@ impl Device for Rounding {
         src: &Buffer<u8>,
         width: usize,
         format: RowFormat,
+        indices: &Buffer<u32>,
         rows: usize,
         out: &mut Acts,
     ) -> Result<()> {
-        self.cpu.decode_rows(src, width, format, rows, out)
+        self.cpu.decode_rows(src, width, format, indices, rows, out)
     }
 
     fn embed(
