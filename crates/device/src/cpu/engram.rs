@@ -4,44 +4,18 @@ use crate::cpu::Cpu;
 use crate::cpu::dispatch::{by_isa, dot};
 use crate::cpu::math::sigmoid;
 use crate::cpu::norm::inverse_rms;
+use crate::cpu::read_ahead::ReadAhead;
 use crate::formats::dequantize_matrix_row;
 use crate::ops::StreamShape;
 use crate::tensor::StoredMatrix;
 use rayon::prelude::*;
 use std::sync::OnceLock;
 
-/// Threads that wait for pages of a mapped table. They sleep on the disk, not on a core, so there
-/// are more of them than cores.
-const READERS: usize = 16;
-/// Page size assumed when pages are touched; smaller than real ones does no harm.
-const PAGE: usize = 4096;
-
-/// Starts reading the pages of table rows; returns at once. Without threads the hint is dropped.
+/// Starts reading the pages of table rows. Without threads the hint is dropped.
 pub(crate) fn prefetch(table: &StoredMatrix, row_ids: &[u64]) {
-    static READING: OnceLock<Option<rayon::ThreadPool>> = OnceLock::new();
-    let pool = READING.get_or_init(|| {
-        let name = |i| format!("engram-{i}");
-        rayon::ThreadPoolBuilder::new().num_threads(READERS).thread_name(name).build().ok()
-    });
-    let Some(pool) = pool else { return };
-    let mut ids: Vec<u64> = row_ids.iter().copied().filter(|id| *id < table.rows as u64).collect();
-    ids.sort_unstable();
-    ids.dedup();
-    for ids in ids.chunks(ids.len().div_ceil(READERS).max(1)) {
-        let (table, ids) = (table.clone(), ids.to_vec());
-        pool.spawn(move || {
-            for id in ids {
-                touch(table.row(id as usize));
-                touch(table.row_scales(id as usize));
-            }
-        });
-    }
-}
-
-/// Reads a byte of every page of `bytes`.
-fn touch(bytes: &[u8]) {
-    for byte in bytes.iter().step_by(PAGE).chain(bytes.last()) {
-        std::hint::black_box(*byte);
+    static AHEAD: OnceLock<Option<ReadAhead>> = OnceLock::new();
+    if let Some(ahead) = AHEAD.get_or_init(ReadAhead::start) {
+        ahead.begin(table, row_ids);
     }
 }
 

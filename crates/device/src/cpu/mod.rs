@@ -17,6 +17,7 @@ mod norm;
 mod paged;
 mod parallel;
 pub mod philox;
+mod read_ahead;
 mod rope;
 mod route;
 mod rows;
