@@ -11,7 +11,7 @@ constexpr int GROUP = 16;     // queries of a block
 constexpr int HEADS = 32;     // heads that are staged at a time
 constexpr int SEGMENT = 16384;
 constexpr int THREADS = 256;
-constexpr int SORTERS = 512;
+constexpr int SORTERS = 1024;
 
 struct Args {
     SLOT const bf16* q;          // [rows, heads, width]
@@ -62,6 +62,7 @@ extern "C" __global__ void select_counts(const __grid_constant__ Args a) {
     const int lane = threadIdx.x & 31;
     const u32* blocks = a.blocks + u64(row) * a.block_count;
     u32 count = 0;
+#pragma unroll 8
     for (int i = lane; i < a.block_count; i += 32) count += blocks[i] != ABSENT;
     count = __reduce_add_sync(~0u, count);
     if (lane > 0) return;
@@ -73,6 +74,23 @@ extern "C" __global__ void select_counts(const __grid_constant__ Args a) {
         n = (count - 1) * a.block_size + min(rest, u32(a.block_size));
     }
     a.counts[row] = n;
+}
+
+// Weighted sums over heads, two of a thread at a time, for a key and the one 8 behind it.
+__device__ __forceinline__ void add_heads(float (&sum)[2], const float (&dot)[4], const float (&w)[2]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        // NaN stays.
+        float d = dot[j] < 0.0f ? 0.0f : dot[j];
+        sum[j / 2] = __fmaf_rn(d, w[j % 2], sum[j / 2]);
+    }
+}
+
+// Of the four threads that have a key.
+__device__ __forceinline__ u32 rank_of_sum(float total) {
+    total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+    total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+    return rank_of(total);
 }
 
 // A warp has 32 keys in registers, and goes over the queries of the block, whose values come through
@@ -181,31 +199,143 @@ __device__ __forceinline__ void scores(const Args& a) {
                         w[j] = h < heads ? __ldg(a.weights + u64(row) * a.heads + first_head + h) : 0.0f;
                     }
 #pragma unroll
-                    for (int m = 0; m < 2; m++) {
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            // NaN stays.
-                            float d = dot[m][j] < 0.0f ? 0.0f : dot[m][j];
-                            sum[m][j / 2] = __fmaf_rn(d, w[j % 2], sum[m][j / 2]);
-                        }
-                    }
+                    for (int m = 0; m < 2; m++) add_heads(sum[m], dot[m], w);
                 }
                 if (first_head + HEADS < a.heads) continue;
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        float total = sum[m][half];
+                        const u32 rank = rank_of_sum(sum[m][half]);
                         sum[m][half] = 0.0f;
-                        total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-                        total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
                         const u32 i = at + m * 16 + half * 8 + g;
-                        if (t == 0 && i < length) a.ranks[u64(r) * a.stride + i] = rank_of(total);
+                        if (t == 0 && i < length) a.ranks[u64(r) * a.stride + i] = rank;
                     }
                 }
             }
         }
         first = to;
+    }
+}
+
+// ---- one query at a time, mxfp4 keys ----
+
+constexpr int ONE_WIDTH = 128;
+constexpr int ONE_BYTES = ONE_WIDTH / 2 + ONE_WIDTH / 32;  // of a key
+constexpr int ONE_KEYS = 32;                               // of a warp at a time
+constexpr int ONE_STAGES = 2;
+
+__device__ __forceinline__ void copy_word_async(void* shared, const void* from) {
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The scores of one query, up to HEADS heads of ONE_WIDTH, in the order of `scores`. Its values stay in
+// shared memory. Warps go over the keys 32 at a time: what is stored comes to shared memory in the
+// background, two steps ahead of the product, and where it lies is looked up three steps ahead.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) select_scores_one(const __grid_constant__ Args a) {
+    __shared__ __align__(16) u8 q[HEADS * ONE_WIDTH * 2];
+    __shared__ __align__(16) u8 staged[THREADS / 32][ONE_STAGES][ONE_KEYS * ONE_BYTES];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const u32 row = a.first_row + blockIdx.y, sequence = a.sequence[row], length = list_length(a, row);
+    const u32 step = gridDim.x * (THREADS / 32) * ONE_KEYS;
+    u32 at = (blockIdx.x * (THREADS / 32) + warp) * ONE_KEYS;
+    if (blockIdx.x * (THREADS / 32) * ONE_KEYS >= length) return;
+
+    auto place = [](int head, int piece) { return head * 256 + (piece ^ (head & 1) << 2) * 16; };
+    for (int i = threadIdx.x; i < HEADS * 16; i += THREADS) {
+        const int head = i / 16, piece = i % 16;
+        const bool there = head < a.heads;
+        copy_async(q + place(head, piece), a.q + (u64(row) * a.heads + (there ? head : 0)) * ONE_WIDTH + piece * 8, there);
+    }
+    copy_commit();
+    float w[HEADS / 8][2];
+#pragma unroll
+    for (int i = 0; i < HEADS / 4; i++) {
+        const int h = i / 2 * 8 + t * 2 + i % 2;
+        w[i / 2][i % 2] = h < a.heads ? __ldg(a.weights + u64(row) * a.heads + h) : 0.0f;
+    }
+
+    // Where this lane's key of a step lies; beyond the end, where the last one does.
+    auto find = [&](u64 from) { return paged_row(a.keys, sequence, list_row(a, row, u32(min(from + lane, u64(length - 1))))); };
+    auto bring = [&](int stage, u64 from, const u8* key) {
+        if (from < length) {
+            u8* to = staged[warp][stage];
+            const u64 own = u64(key), first = __shfl_sync(~0u, own, 0);
+            // Keys that follow each other are copied as one piece.
+            if (__all_sync(~0u, own == first + lane * ONE_BYTES && first % 16 == 0)) {
+#pragma unroll
+                for (int i = 0; i < ONE_KEYS * ONE_BYTES / 16; i += 32) {
+                    if (i + lane < ONE_KEYS * ONE_BYTES / 16) {
+                        copy_async(to + (i + lane) * 16, reinterpret_cast<const u8*>(first) + (i + lane) * 16, true);
+                    }
+                }
+            } else {
+#pragma unroll 1
+                for (int i = lane; i < ONE_KEYS * ONE_BYTES / 4; i += 32) {
+                    const u64 from_key = __shfl_sync(~0u, own, i / (ONE_BYTES / 4));
+                    copy_word_async(to + i * 4, reinterpret_cast<const u8*>(from_key) + i % (ONE_BYTES / 4) * 4);
+                }
+            }
+        }
+        copy_commit();
+    };
+    const u8* key = find(at);
+#pragma unroll
+    for (int i = 0; i < ONE_STAGES; i++) {
+        bring(i, u64(at) + u64(i) * step, key);
+        key = find(u64(at) + u64(i + 1) * step);
+    }
+    // The query's values are there.
+    asm volatile("cp.async.wait_group %0;" ::"n"(ONE_STAGES) : "memory");
+    __syncthreads();
+    int stage = 0;
+    for (; at < length; at += step) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(ONE_STAGES - 1) : "memory");
+        __syncwarp();
+        uint4 keys[2][2][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u8* codes = staged[warp][stage] + (i / 2 * 16 + i % 2 * 8 + g) * ONE_BYTES;
+            const u32 scales = *reinterpret_cast<const u32*>(codes + ONE_WIDTH / 2);
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                Raw8 raw;
+                raw.codes = make_uint4(*reinterpret_cast<const u32*>(codes + s * 16 + t * 4), 0, 0, 0);
+                raw.scale = scales >> 8 * s & 255;
+                keys[i / 2][i % 2][s] = decode8(ROW_MXFP4X32, raw);
+            }
+        }
+        // All lanes have read the stage.
+        __syncwarp();
+        bring(stage, u64(at) + u64(ONE_STAGES) * step, key);
+        key = find(u64(at) + u64(ONE_STAGES + 1) * step);
+        stage ^= 1;
+        float sum[2][2] = {};
+#pragma unroll
+        for (int i = 0; i < HEADS / 8; i++) {
+            if (i * 8 >= a.heads) break;
+            float dot[2][4] = {};
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                const uint4 x = *reinterpret_cast<const uint4*>(q + i * 8 * 256 + place(g, s * 4 + t));
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    const uint4 low = keys[m][0][s], high = keys[m][1][s];
+                    mma(dot[m], {low.x, high.x, low.y, high.y}, x.x, x.y);
+                    mma(dot[m], {low.z, high.z, low.w, high.w}, x.z, x.w);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < 2; m++) add_heads(sum[m], dot[m], w[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 to = at + i / 2 * 16 + i % 2 * 8 + g;
+            const u32 rank = rank_of_sum(sum[i / 2][i % 2]);
+            if (t == 0 && to < length) a.ranks[blockIdx.y * a.stride + to] = rank;
+        }
     }
 }
 
@@ -229,56 +359,92 @@ extern "C" __global__ void select_maxima(const __grid_constant__ Args a) {
     }
 }
 
-// Inclusive sums over the block's threads; `totals` has a place for each warp.
-__device__ __forceinline__ u32 running_sum(u32 x, u32* totals) {
+constexpr int WARPS = SORTERS / 32;
+constexpr int BUCKETS = 2048;
+constexpr int COPIES = 4;  // of the counts, for lanes that meet in a bucket
+
+// The sum of `x` over the warps before this one; `x` is the same in all lanes of a warp, and `totals` has
+// a place for each warp.
+__device__ __forceinline__ u32 sum_before(u32 x, u32* totals) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        u32 other = __shfl_up_sync(~0u, x, by);
-        if (lane >= by) x += other;
-    }
-    if (lane == 31) totals[warp] = x;
+    if (lane == 0) totals[warp] = x;
     __syncthreads();
-    for (int w = 0; w < warp; w++) x += totals[w];
-    return x;
+    return __reduce_add_sync(~0u, lane < warp ? totals[lane] : 0);
 }
 
-// The k best of a list of ranks, ascending; `emit(place, i)` takes what is found.
+// The k best of a list of ranks, ascending; `emit(place, i)` takes what is found. Warps have parts of the
+// list in order.
 template <typename Emit>
 __device__ __forceinline__ void best_of(u32 n, u32 k, const u32* ranks, Emit emit) {
-    constexpr int WARPS = SORTERS / 32;
-    __shared__ u32 buckets[2048];
-    __shared__ u32 totals[WARPS];
+    constexpr int BATCH = 16;  // ranks that a thread reads at a time
+    __shared__ u32 counts[BUCKETS][COPIES];
+    __shared__ u32 totals[3][WARPS];
     __shared__ u32 found_bucket, found_before;
-    __shared__ u32 above[WARPS], equal[WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const u32 part = ((n + WARPS - 1) / WARPS + 31) / 32 * 32;
+    const u32 from = min(n, warp * part), to = min(n, from + part);
+    u32 own[BATCH];
+    auto read = [&](u32 base) {
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            const u32 i = base + j * 32 + lane;
+            own[j] = i < to ? ranks[i] : 0;
+        }
+    };
+    // If they are all, they are read once.
+    const bool once = part <= BATCH * 32;
+    if (once) read(from);
+    // Calls f(i, there, rank) for the lane's places of the part, all lanes at once.
+    auto each = [&](auto f) {
+        for (u32 base = from; base < to; base += BATCH * 32) {
+            if (!once) read(base);
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const u32 at = base + j * 32;
+                if (at < to) f(at + lane, at + lane < to, own[j]);
+            }
+        }
+    };
     u32 cut = 0, ties = n;  // all
     if (n > k) {
         u32 prefix = 0, left = k;
         for (int round = 0; round < 3; round++) {
             const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
             const int bits = round == 2 ? 10 : 11;
-            for (int i = threadIdx.x; i < 2048; i += SORTERS) buckets[i] = 0;
-            __syncthreads();
-#pragma unroll 8
-            for (u32 i = threadIdx.x; i < n; i += SORTERS) {
-                const u32 r = ranks[i];
-                if (round == 0 || r >> (shift + bits) == prefix) {
-                    atomicAdd(&buckets[r >> shift & ((1u << bits) - 1)], 1u);
-                }
+            for (int i = threadIdx.x; i < BUCKETS; i += SORTERS) {
+                *reinterpret_cast<uint4*>(counts[i]) = make_uint4(0, 0, 0, 0);
             }
             __syncthreads();
+            each([&](u32, bool there, u32 r) {
+                if (there && (round == 0 || r >> (shift + bits) == prefix)) {
+                    atomicAdd(&counts[r >> shift & ((1u << bits) - 1)][lane % COPIES], 1u);
+                }
+            });
+            __syncthreads();
             // From the top: the bucket in which the k-th lies.
-            const int top = 2047 - 4 * int(threadIdx.x);
-            u32 own = 0;
+            constexpr int EACH = BUCKETS / SORTERS;
+            const int top = BUCKETS - 1 - EACH * int(threadIdx.x);
+            u32 count[EACH], sum = 0;
 #pragma unroll
-            for (int i = 0; i < 4; i++) own += buckets[top - i];
-            const u32 to = running_sum(own, totals);
-            u32 before = to - own;
-            if (before < left && left <= to) {
-                int bucket = top;
-                while (before + buckets[bucket] < left) before += buckets[bucket--];
-                found_bucket = bucket;
-                found_before = before;
+            for (int i = 0; i < EACH; i++) {
+                const uint4 c = *reinterpret_cast<const uint4*>(counts[top - i]);
+                count[i] = c.x + c.y + c.z + c.w;
+                sum += count[i];
+            }
+            u32 before = sum;
+#pragma unroll
+            for (int by = 1; by < 32; by *= 2) {
+                const u32 other = __shfl_up_sync(~0u, before, by);
+                if (lane >= by) before += other;
+            }
+            before += sum_before(__shfl_sync(~0u, before, 31), totals[0]) - sum;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                if (before < left && left <= before + count[i]) {
+                    found_bucket = top - i;
+                    found_before = before;
+                }
+                before += count[i];
             }
             __syncthreads();
             prefix = prefix << bits | found_bucket;
@@ -287,44 +453,29 @@ __device__ __forceinline__ void best_of(u32 n, u32 k, const u32* ranks, Emit emi
         cut = prefix;
         ties = left;
     }
-    // Warps take parts of the list in order.
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const u32 part = ((n + WARPS - 1) / WARPS + 31) / 32 * 32;
-    const u32 from = min(n, warp * part), to = min(n, from + part);
     u32 greater = 0, same = 0;
-#pragma unroll 4
-    for (u32 at = from; at < to; at += 32) {
-        const u32 r = at + lane < to ? ranks[at + lane] : 0;
-        greater += __popc(__ballot_sync(~0u, at + lane < to && r > cut));
-        same += __popc(__ballot_sync(~0u, at + lane < to && r == cut));
-    }
-    if (lane == 0) {
-        above[warp] = greater;
-        equal[warp] = same;
-    }
-    __syncthreads();
-    greater = same = 0;
-    for (int w = 0; w < warp; w++) {
-        greater += above[w];
-        same += equal[w];
-    }
-    for (u32 at = from; at < to; at += 32) {
-        const u32 r = at + lane < to ? ranks[at + lane] : 0;
-        const bool is_above = at + lane < to && r > cut, is_same = at + lane < to && r == cut;
+    each([&](u32, bool there, u32 r) {
+        greater += __popc(__ballot_sync(~0u, there && r > cut));
+        same += __popc(__ballot_sync(~0u, there && r == cut));
+    });
+    greater = sum_before(greater, totals[1]);
+    same = sum_before(same, totals[2]);
+    each([&](u32 i, bool there, u32 r) {
+        const bool is_above = there && r > cut, is_same = there && r == cut;
         const u32 above_mask = __ballot_sync(~0u, is_above), same_mask = __ballot_sync(~0u, is_same);
         const u32 below = (1u << lane) - 1;
         const u32 same_before = same + __popc(same_mask & below);
         if (is_above || (is_same && same_before < ties)) {
-            emit(greater + __popc(above_mask & below) + min(same_before, ties), at + lane);
+            emit(greater + __popc(above_mask & below) + min(same_before, ties), i);
         }
         greater += __popc(above_mask);
         same += __popc(same_mask);
-    }
+    });
 }
 
 // First round: a block a segment of a query's list. A list of one segment is finished here.
 // Second round: a block a query with more segments.
-extern "C" __global__ void __launch_bounds__(SORTERS, 2) select_best(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(SORTERS, 1) select_best(const __grid_constant__ Args a) {
     const u32 r = blockIdx.y, row = a.first_row + r, k = a.k;
     u32 n = list_length(a, row);
     if (a.of_maxima) n = (n + a.block_size - 1) / a.block_size;
@@ -338,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(SORTERS, 2) select_best(const __gri
     ranks = a.second ? a.found_ranks + list : ranks + from;
     const u32 length = a.second ? n / SEGMENT * kept + min(k, n % SEGMENT) : min(n - from, u32(SEGMENT));
     u32* out = a.out + u64(row) * k;
-    best_of(length, k, ranks, [&](u32 at, u32 i) {
+    auto emit = [&](u32 at, u32 i) {
         const u32 index = a.second ? a.found[list + i] : a.of_maxima ? from + i : list_row(a, row, from + i);
         if (a.second || whole) {
             out[at] = index;
@@ -347,7 +498,8 @@ extern "C" __global__ void __launch_bounds__(SORTERS, 2) select_best(const __gri
             a.found_ranks[to] = ranks[i];
             a.found[to] = index;
         }
-    });
+    };
+    best_of(length, k, ranks, emit);
     if (a.second || whole) {
         for (u32 i = min(length, k) + threadIdx.x; i < k; i += SORTERS) out[i] = ABSENT;
     }

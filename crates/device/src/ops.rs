@@ -21,6 +21,11 @@ pub const ABSENT: u32 = u32::MAX;
 /// What a recorded series of operations depends on: which series it is, and its sizes.
 pub type GraphKey = [u32; 4];
 
+/// Operations that may run beside others, until [`Device::join`].
+#[derive(Debug, Default)]
+#[must_use = "what the branch writes is there when it has been joined"]
+pub struct Branch(pub(crate) usize);
+
 /// Result of a device operation.
 pub type Result<T> = std::result::Result<T, DeviceError>;
 
@@ -354,6 +359,21 @@ pub trait Device: Send + Sync + Sized + 'static {
         let _ = (graphs, key);
         f()
     }
+    /// Runs `f`, operations on `rows` rows, which may run beside those that are called after it, until
+    /// [`Device::join`].
+    ///
+    /// The caller ensures that until then neither of the two writes what the other reads or writes,
+    /// and that inside [`Device::replay`] every branch is joined. Not inside another branch.
+    fn beside(&self, rows: usize, f: impl FnOnce() -> Result<()>) -> Result<Branch> {
+        let _ = rows;
+        f()?;
+        Ok(Branch::default())
+    }
+    /// What is called from here on comes after the branch.
+    fn join(&self, branch: Branch) -> Result<()> {
+        let _ = branch;
+        Ok(())
+    }
 
     // ---- weights ----
 
@@ -518,6 +538,20 @@ pub trait Device: Send + Sync + Sized + 'static {
         rows: usize,
         out: &mut Self::Buffer<Self::Act>,
     ) -> Result<()>;
+    /// `out` = the norm of the collapsed streams, with `shape.norm_eps`; `collapsed` is work space.
+    fn streams_collapse_norm(
+        &self,
+        streams: &Self::Buffer<Self::Act>,
+        pre: &Self::Buffer<f32>,
+        weight: &Self::Buffer<f32>,
+        shape: &StreamShape,
+        rows: usize,
+        collapsed: &mut Self::Buffer<Self::Act>,
+        out: &mut Self::Buffer<Self::Act>,
+    ) -> Result<()> {
+        self.streams_collapse(streams, pre, shape, rows, collapsed)?;
+        self.rms_norm(collapsed, weight, shape.norm_eps, shape.hidden, rows, out)
+    }
     /// `mix = (function @ flat) * rsqrt(mean(flat^2) + norm_eps)` over the S*H values of a row, then
     /// `pre = sigmoid(mix[0..S] * scale0 + base) + hc_eps`, `post = 2 sigmoid(mix[S..2S] * scale1 +
     /// base)`, `comb = sinkhorn(mix[2S..] * scale2 + base)` as `[S, S]`: softmax over the last axis,

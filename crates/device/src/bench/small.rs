@@ -55,7 +55,7 @@ fn site<D: Measure>(maker: &mut Maker<'_, D>, rows: usize) -> Result<Site<D>> {
     })
 }
 
-/// The border of two sublayers, four operations: the output of one is added to the streams, the input of the next is
+/// The border of two sublayers, three operations: the output of one is added to the streams, the input of the next is
 /// taken from them and normalized, and the next one's coefficients are computed. Counted are the
 /// streams, read and written once, the output, the input, and the coefficients' weights.
 fn border<D: Measure>(cases: &mut Cases<D>, rows: usize) {
@@ -80,8 +80,15 @@ fn border<D: Measure>(cases: &mut Cases<D>, rows: usize) {
         Ready::new(work, copies, move |device: &D, i| {
             let Site { weights, streams, mix, y } = &mut sites[i];
             device.streams_update(streams, y, mix, &shape, rows)?;
-            device.streams_collapse(streams, &mix.pre, &shape, rows, &mut collapsed)?;
-            device.rms_norm(&collapsed, &norm, shape.norm_eps, HIDDEN, rows, &mut out)?;
+            device.streams_collapse_norm(
+                streams,
+                &mix.pre,
+                &norm,
+                &shape,
+                rows,
+                &mut collapsed,
+                &mut out,
+            )?;
             device.streams_mix(streams, weights, &shape, rows, mix)
         })
     });

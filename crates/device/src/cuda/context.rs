@@ -1,5 +1,6 @@
 //! The driver: devices, a context with its stream, and errors.
 
+use super::branches::Lanes;
 use crate::error::DeviceError;
 use crate::ops::Result;
 use cudarc::driver::sys;
@@ -106,12 +107,13 @@ pub(super) fn devices() -> Result<Vec<CudaDevice>> {
     (0..count()?).map(|ordinal| Ok(describe(ordinal)?.1)).collect()
 }
 
-/// A device's primary context, and the stream that everything runs in.
+/// A device's primary context, the stream that everything runs in, and those of branches.
 pub(super) struct Context {
     pub(super) info: CudaDevice,
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    pub(super) lanes: Lanes,
     /// Whether a step of the model runs.
     in_step: AtomicBool,
 }
@@ -137,11 +139,11 @@ impl Context {
         let result = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
         check("creating a context", result)?;
         let in_step = AtomicBool::new(false);
-        let mut this = Self { info, device, context, stream: null_mut(), in_step };
+        let lanes = Lanes::default();
+        let mut this = Self { info, device, context, stream: null_mut(), lanes, in_step };
         this.bind()?;
-        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the context is current.
-        check("creating a stream", unsafe { sys::cuStreamCreate(&mut this.stream, flags) })?;
+        this.stream = new_stream()?;
+        this.lanes.open()?;
         Ok(this)
     }
 
@@ -151,21 +153,27 @@ impl Context {
         check("making a context current", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
-    /// The stream.
+    /// The stream that operations go to now: that of a branch while one is recorded.
     pub(super) fn stream(&self) -> sys::CUstream {
-        self.stream
+        self.lanes.current().unwrap_or(self.stream)
     }
 
     /// Runs `f`, during which nothing may wait for the GPU, allocate or upload.
     pub(super) fn step(&self, f: impl FnOnce() -> Result<()>) -> Result<()> {
         self.in_step.store(true, Relaxed);
+        self.lanes.reset();
         let _end = EndOfStep(&self.in_step);
         f()
     }
 
+    /// Whether a step is recorded.
+    pub(super) fn inside_step(&self) -> bool {
+        self.in_step.load(Relaxed)
+    }
+
     /// Refuses what must not happen inside a step.
     pub(super) fn outside_step(&self, operation: &'static str) -> Result<()> {
-        if self.in_step.load(Relaxed) {
+        if self.inside_step() {
             return Err(DeviceError::InsideStep { operation });
         }
         Ok(())
@@ -211,6 +219,7 @@ impl Drop for Context {
         if self.bind().is_err() {
             return;
         }
+        self.lanes.close();
         // SAFETY: nobody else has the stream; the context was retained once. What the driver says
         // at the end cannot be helped.
         unsafe {
@@ -231,6 +240,15 @@ pub(super) struct Event {
 // SAFETY: events may be used by any thread.
 unsafe impl Send for Event {}
 
+/// A new stream of the current context, which no other one waits for.
+pub(super) fn new_stream() -> Result<sys::CUstream> {
+    let mut stream = null_mut();
+    let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: the driver is started; it says if no context is current.
+    check("creating a stream", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
+    Ok(stream)
+}
+
 impl Event {
     pub(super) fn new(context: &Context) -> Result<Self> {
         context.bind()?;
@@ -241,11 +259,17 @@ impl Event {
         Ok(Self { event })
     }
 
-    /// Moves the event to this point of the stream.
+    /// Moves the event to this point of the stream; inside a recorded step, whenever that runs.
     pub(super) fn record(&self, context: &Context) -> Result<()> {
         context.bind()?;
+        let flags = match context.inside_step() {
+            true => sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL,
+            false => sys::CUevent_record_flags::CU_EVENT_RECORD_DEFAULT,
+        };
+        let stream = context.stream();
         // SAFETY: event and stream are of the same context.
-        check("recording an event", unsafe { sys::cuEventRecord(self.event, context.stream) })
+        let result = unsafe { sys::cuEventRecordWithFlags(self.event, stream, flags as u32) };
+        check("recording an event", result)
     }
 
     /// Waits until the GPU has passed the event.

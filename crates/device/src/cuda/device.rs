@@ -3,12 +3,12 @@
 use super::memory::{Buffer, bytes_of};
 use super::stored::Matrix;
 use super::{
-    Cuda, attend, compress, engram, experts, graphs, join, linear, norm, random, rope, route, rows,
-    sample, select, streams,
+    Cuda, attend, branches, compress, engram, experts, graphs, join, linear, norm, random, rope,
+    route, rows, sample, select, streams,
 };
 use crate::ops::{
-    Attention, BiasEntry, Candidates, Device, GraphKey, Mix, MixWeights, PenaltyRow, Result,
-    Routing, SampleRow, Selection, StreamShape, TokenCount,
+    Attention, BiasEntry, Branch, Candidates, Device, GraphKey, Mix, MixWeights, PenaltyRow,
+    Result, Routing, SampleRow, Selection, StreamShape, TokenCount,
 };
 use crate::random::{Random, RandomMatrix};
 use crate::tensor::{Element, Expert, RowFormat, StoredMatrix};
@@ -95,6 +95,14 @@ impl Device for Cuda {
         f: impl FnMut() -> Result<()>,
     ) -> Result<()> {
         graphs::replay(self, graphs, key, f)
+    }
+
+    fn beside(&self, rows: usize, f: impl FnOnce() -> Result<()>) -> Result<Branch> {
+        branches::beside(self, rows, f)
+    }
+
+    fn join(&self, branch: Branch) -> Result<()> {
+        branches::join(self, branch)
     }
 
     fn matrix(&self, stored: StoredMatrix) -> Result<Matrix> {
@@ -258,6 +266,19 @@ impl Device for Cuda {
         out: &mut Buffer<bf16>,
     ) -> Result<()> {
         streams::collapse(self, streams, pre, shape, rows, out)
+    }
+
+    fn streams_collapse_norm(
+        &self,
+        streams: &Buffer<bf16>,
+        pre: &Buffer<f32>,
+        weight: &Buffer<f32>,
+        shape: &StreamShape,
+        rows: usize,
+        collapsed: &mut Buffer<bf16>,
+        out: &mut Buffer<bf16>,
+    ) -> Result<()> {
+        streams::collapse_norm(self, streams, pre, weight, shape, rows, collapsed, out)
     }
 
     fn streams_mix(

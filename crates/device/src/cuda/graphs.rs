@@ -6,7 +6,6 @@
 
 use super::Cuda;
 use super::context::{Context, check};
-use super::lock;
 use crate::ops::{GraphKey, Result};
 use cudarc::driver::sys;
 use std::collections::HashMap;
@@ -129,7 +128,7 @@ pub(super) fn replay(
     key: GraphKey,
     mut f: impl FnMut() -> Result<()>,
 ) -> Result<()> {
-    let scratch = lock(&cuda.scratch).generation();
+    let scratch = cuda.scratch_generation();
     if graphs.scratch != scratch {
         *graphs = Graphs { scratch, ..Graphs::default() };
     }
@@ -195,6 +194,37 @@ mod tests {
         }
         // Recording is tried once.
         assert_eq!((copies, waits, graphs.recorded()), (2, 6, 1));
+    }
+
+    /// What a branch writes is there behind its end, whether the series is recorded or not; one that
+    /// has no end cannot be recorded.
+    #[test]
+    fn branches_are_recorded_with_their_series() {
+        let Some(cuda) = crate::cuda::test_gpu() else { return };
+        let mut graphs = Graphs::default();
+        let mut buffers = [0; 4].map(|_| cuda.alloc::<f32>(4).expect("allocates"));
+        for (step, joined) in [true, true, true, true, false, false, false].into_iter().enumerate()
+        {
+            let [from, left, right, to] = &mut buffers;
+            let values = [step as f32, 2.0, 3.0, 4.0];
+            cuda.upload(&values, from, 0).expect("uploads");
+            let series = || {
+                let branch = cuda.beside(1, || cuda.copy(from, 0, left, 0, 4))?;
+                cuda.copy(from, 0, right, 0, 4)?;
+                if joined {
+                    cuda.join(branch)?;
+                    cuda.copy(left, 0, to, 0, 4)?;
+                }
+                Ok(())
+            };
+            replay(&cuda, &mut graphs, [u32::from(joined), 0, 0, 0], series).expect("runs");
+            for buffer in if joined { &buffers[1..] } else { &buffers[1..3] } {
+                let mut host = [0.0; 4];
+                cuda.download(buffer, 0, &mut host).expect("downloads");
+                assert_eq!(host, values, "step {step}");
+            }
+        }
+        assert_eq!(graphs.recorded(), 1);
     }
 
     #[test]

@@ -47,8 +47,23 @@ macro_rules! built {
 
 /// Every file in `kernels`.
 static SOURCES: &[Source] = &sources![
-    "linear", "rows", "norm", "rope", "streams", "attend", "select", "experts", "route", "sample",
-    "engram", "compress", "join", "random", "limits",
+    "linear",
+    "tile",
+    "rows",
+    "norm",
+    "rope",
+    "streams",
+    "attend",
+    "select",
+    "experts",
+    "experts_many",
+    "route",
+    "sample",
+    "engram",
+    "compress",
+    "join",
+    "random",
+    "limits",
 ];
 
 impl Source {

@@ -1,4 +1,4 @@
-//! Products with weights in stored form. `kernels/linear.cu` says in which order they are added.
+//! Products with weights in stored form. `kernels/linear.cuh` says in which order they are added.
 
 use super::Cuda;
 use super::launch::{MAX_BLOCKS_YZ, args, u32_of};
@@ -17,6 +17,10 @@ const F32_CHUNKS: usize = 32;
 const LEAST_CHUNK: usize = 256;
 /// Rows of x up to which a block holds them all, and each warp a chunk.
 const FEW_ROWS: usize = 8;
+/// Weight rows of such a block, and where more blocks are wanted.
+const FEW_N: [usize; 2] = [16, 8];
+/// Blocks of the larger kind a multiprocessor, below which more are wanted.
+const FEW_TILES: usize = 2;
 /// Rows of x up to which f32 weights get a block for each product.
 const FEW_F32_ROWS: usize = 16;
 /// Rows of x of a block for many rows: the smaller one lets more blocks share a multiprocessor.
@@ -152,9 +156,12 @@ impl Product<'_> {
         // Rows of x that do not start at multiples of 16 bytes are read value by value.
         let odd = !self.w.cols.is_multiple_of(8);
         if rows <= FEW_ROWS || odd {
-            let kernel = if odd { "odd" } else { "1" };
-            let kernel = format!("linear_few_{name}_{kernel}");
-            let blocks = [self.groups * n.div_ceil(16), rows.div_ceil(FEW_ROWS), 1];
+            let tiles = |rows: usize| self.groups * n.div_ceil(rows);
+            let more = !odd && tiles(FEW_N[0]) < FEW_TILES * cuda.info().multiprocessors;
+            let high = FEW_N[usize::from(more)];
+            let kind = if odd { "odd".to_owned() } else { high.to_string() };
+            let kernel = format!("linear_few_{name}_{kind}");
+            let blocks = [tiles(high), rows.div_ceil(FEW_ROWS), 1];
             return self.launch(cuda, &kernel, blocks, chunks * 32, x, rows, out);
         }
         let tiles = self.groups * n.div_ceil(TILE_N);

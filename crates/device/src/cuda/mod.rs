@@ -4,10 +4,11 @@
 //! binary starts with and without a GPU. Activations are bf16; sums, norms and mixing are f32.
 //!
 //! All operations of a device run in one stream, in the order of the calls, so memory that one
-//! operation leaves behind may be used by the next. Only `download` and `sync` wait for the GPU;
+//! operation leaves behind may be used by the next; branches of a recorded step run beside it. Only `download` and `sync` wait for the GPU;
 //! an upload waits if more than a few megabytes of earlier uploads are still under way.
 
 mod attend;
+mod branches;
 mod compress;
 mod context;
 mod device;
@@ -41,6 +42,7 @@ pub use stored::{HOST_TABLE, Matrix, Placement};
 pub use trace::Mark;
 
 use crate::ops::Result;
+use branches::LANES;
 use context::Context;
 use kernels::Kernels;
 use scratch::Scratch;
@@ -54,7 +56,8 @@ pub struct Cuda {
     context: Arc<Context>,
     kernels: Kernels,
     staging: Mutex<Staging>,
-    scratch: Mutex<Scratch>,
+    /// That of the stream, and those of branches.
+    scratch: [Mutex<Scratch>; 1 + LANES],
     trace: Trace,
     load_seconds: f64,
 }
@@ -80,7 +83,7 @@ impl Cuda {
         let kernels = Kernels::load(&context, progress)?;
         let load_seconds = start.elapsed().as_secs_f64();
         let staging = Mutex::new(Staging::new(&context)?);
-        let scratch = Mutex::new(Scratch::new(&context)?);
+        let scratch = scratch::all(&context)?;
         let trace = Trace::default();
         Ok(Self { context, kernels, staging, scratch, trace, load_seconds })
     }

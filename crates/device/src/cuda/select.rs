@@ -6,6 +6,7 @@ use super::memory::{Buffer, Ptr};
 use super::paged;
 use crate::error::DeviceError;
 use crate::ops::{Candidates, Result, Selection};
+use crate::tensor::RowFormat;
 
 /// Scores that are kept at a time: as many queries share a pass as have room.
 const SCORES: usize = 16 << 20;
@@ -18,11 +19,18 @@ const BLOCKS: usize = 4;
 /// Entries that one block chooses among at a time.
 const SEGMENT: usize = 16384;
 /// Threads of a block that chooses.
-const SORTERS: usize = 512;
+const SORTERS: usize = 1024;
+/// Most blocks of a query that take maxima.
+const MAXIMA_BLOCKS: usize = 512;
 /// Threads of the small kernels.
 const THREADS: usize = 256;
 /// The widest key that the kernels take.
 const MAX_WIDTH: usize = 128;
+/// Heads and width of queries that a kernel for one query at a time takes.
+const ONE_HEADS: usize = 32;
+const ONE_WIDTH: usize = 128;
+/// Least blocks of a query in that kernel, where there are keys for them.
+const ONE_BLOCKS: usize = 8;
 
 /// The members of the kernels' argument that differ between launches.
 #[derive(Clone, Copy)]
@@ -123,16 +131,26 @@ pub(super) fn select(
         let slots = slots(0, rows, best_rows, false);
         cuda.launch(operation, "select_counts", blocks, THREADS, 0, &slots)?;
     }
-    let ragged = !width.is_multiple_of(8);
-    let kernel = if ragged { "select_scores_ragged" } else { "select_scores" };
+    // No two queries share keys, and the keys have the released format.
+    let alone = rows == map.sequences || within.is_some();
+    let one =
+        alone && (keys.format, width) == (RowFormat::Mxfp4x32, ONE_WIDTH) && heads <= ONE_HEADS;
+    let kernel = match (one, width.is_multiple_of(8)) {
+        (true, _) => "select_scores_one",
+        (false, true) => "select_scores",
+        (false, false) => "select_scores_ragged",
+    };
     let tiles = stride.div_ceil(TILE).min(BLOCKS * cuda.info().multiprocessors);
     for first in (0..rows).step_by(pass) {
         let count = pass.min(rows - first);
         let plain = slots(first, count, best_rows, false);
-        let blocks = [tiles, count.div_ceil(GROUP), 1];
+        let blocks = match one {
+            true => [tiles.min((tiles / count).max(ONE_BLOCKS)), count, 1],
+            false => [tiles, count.div_ceil(GROUP), 1],
+        };
         cuda.launch(operation, kernel, blocks, TILE, 0, &plain)?;
         if publish.is_some() {
-            let blocks = [maxima_stride.div_ceil(THREADS).min(64), count, 1];
+            let blocks = [maxima_stride.div_ceil(THREADS).min(MAXIMA_BLOCKS), count, 1];
             cuda.launch(operation, "select_maxima", blocks, THREADS, 0, &plain)?;
         }
         for best in [Some(best_rows), best_blocks].into_iter().flatten().filter(|b| b.k > 0) {

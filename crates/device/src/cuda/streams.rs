@@ -2,12 +2,18 @@
 
 use super::launch::{args, u32_of};
 use super::memory::Buffer;
-use super::{Cuda, linear};
+use super::{Cuda, linear, norm};
 use crate::ops::{Mix, MixWeights, Result, StreamShape};
 use half::bf16;
 
 /// Threads of a block.
 const THREADS: usize = 256;
+/// Threads of a block that mixes a row, where rows are few.
+const MANY_THREADS: usize = 1024;
+/// Rows up to which they are.
+const FEW_ROWS: usize = 16;
+/// The widest row that is collapsed and normalized at once.
+const MAX_NORM: usize = 8192;
 /// Most streams that the kernels hold.
 const MAX_STREAMS: usize = 8;
 
@@ -52,6 +58,36 @@ pub(super) fn collapse(
     cuda.launch("streams_collapse", kernel, blocks, THREADS, 0, args)
 }
 
+pub(super) fn collapse_norm(
+    cuda: &Cuda,
+    streams: &Buffer<bf16>,
+    pre: &Buffer<f32>,
+    weight: &Buffer<f32>,
+    shape: &StreamShape,
+    rows: usize,
+    collapsed: &mut Buffer<bf16>,
+    out: &mut Buffer<bf16>,
+) -> Result<()> {
+    let (s, h) = sizes(shape);
+    let hidden = shape.hidden;
+    if !hidden.is_multiple_of(8) || hidden > MAX_NORM {
+        collapse(cuda, streams, pre, shape, rows, collapsed)?;
+        return norm::rms_norm(cuda, collapsed, weight, shape.norm_eps, hidden, rows, out);
+    }
+    let count = rows * hidden;
+    let args = args![
+        streams.head(count * shape.streams),
+        pre.head(rows * shape.streams),
+        weight.head(hidden),
+        shape.norm_eps,
+        s,
+        h,
+        out.head(count),
+    ];
+    let kernel = "streams_collapse_norm";
+    cuda.launch(kernel, kernel, [rows, 1, 1], THREADS, 0, args)
+}
+
 pub(super) fn mix(
     cuda: &Cuda,
     streams: &Buffer<bf16>,
@@ -82,7 +118,8 @@ pub(super) fn mix(
         out.post.head(rows * n),
         out.comb.head(rows * n * n),
     ];
-    cuda.launch("streams_mix", "streams_mix", [rows, 1, 1], THREADS, 0, args)
+    let threads = if rows <= FEW_ROWS { MANY_THREADS } else { THREADS };
+    cuda.launch("streams_mix", "streams_mix", [rows, 1, 1], threads, 0, args)
 }
 
 pub(super) fn update(
@@ -137,4 +174,49 @@ pub(super) fn mean(
     ];
     let blocks = [count.div_ceil(THREADS), 1, 1];
     cuda.launch("streams_mean", "streams_mean", blocks, THREADS, 0, args)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::ops::{Device, StreamShape};
+    use half::bf16;
+
+    #[test]
+    fn collapsing_and_norm_at_once_give_the_same_bits() {
+        let Some(cuda) = crate::cuda::test_gpu() else { return };
+        for (hidden, streams, rows) in [(5120, 4, 3), (40, 3, 129), (8192, 2, 1), (8200, 2, 2)] {
+            let shape =
+                StreamShape { streams, hidden, iterations: 1, hc_eps: 1e-6, norm_eps: 1e-5 };
+            let value = |i: usize| (((i * 2_654_435_761) >> 7) % 1009) as f32 / 300.0 - 1.6;
+            let values = |n: usize| (0..n).map(value).collect::<Vec<f32>>();
+            let mut x = cuda.alloc::<bf16>(rows * streams * hidden).expect("fits");
+            let (mut pre, mut weight) = (
+                cuda.alloc::<f32>(rows * streams).expect("fits"),
+                cuda.alloc::<f32>(hidden).expect("fits"),
+            );
+            cuda.upload_act(&values(rows * streams * hidden), &mut x, 0).expect("uploads");
+            cuda.upload(&values(rows * streams), &mut pre, 0).expect("uploads");
+            cuda.upload(&values(hidden), &mut weight, 0).expect("uploads");
+            let mut collapsed = cuda.alloc::<bf16>(rows * hidden).expect("fits");
+            let mut outs = [0, 1].map(|_| cuda.alloc::<bf16>(rows * hidden).expect("fits"));
+            cuda.streams_collapse_norm(
+                &x,
+                &pre,
+                &weight,
+                &shape,
+                rows,
+                &mut collapsed,
+                &mut outs[0],
+            )
+            .expect("runs");
+            cuda.streams_collapse(&x, &pre, &shape, rows, &mut collapsed).expect("runs");
+            cuda.rms_norm(&collapsed, &weight, 1e-5, hidden, rows, &mut outs[1]).expect("runs");
+            let [a, b] = outs.map(|out| {
+                let mut bits = vec![bf16::ZERO; rows * hidden];
+                cuda.download(&out, 0, &mut bits).expect("downloads");
+                bits.into_iter().map(bf16::to_bits).collect::<Vec<_>>()
+            });
+            assert!(a == b && a.iter().any(|x| *x != 0), "{hidden} x {streams}");
+        }
+    }
 }

@@ -194,7 +194,11 @@ impl Operation for Streams {
     type Ready<D: Device> = MixWeights<D>;
 
     fn name(&self) -> &'static str {
-        if self.mix { "streams_mix" } else { "streams_update, streams_collapse" }
+        if self.mix {
+            "streams_mix"
+        } else {
+            "streams_update, streams_collapse, streams_collapse_norm"
+        }
     }
 
     fn shape(&self) -> String {
@@ -237,11 +241,17 @@ impl Operation for Streams {
         }
         let y = act(device, part(&self.y, hidden, &rows))?;
         device.streams_update(&mut streams, &y, &mix, &self.shape, n)?;
-        let mut out = output_act(device, n * hidden)?;
-        device.streams_collapse(&streams, &mix.pre, &self.shape, n, &mut out)?;
+        let (mut out, mut normed) =
+            (output_act(device, n * hidden)?, output_act(device, n * hidden)?);
+        let (pre, shape) = (&mix.pre, &self.shape);
+        let weight = input(device, &self.y[..hidden])?;
+        device.streams_collapse_norm(&streams, pre, &weight, shape, n, &mut out, &mut normed)?;
+        device.streams_collapse(&streams, pre, shape, n, &mut out)?;
         let (streams, out) = (read_act(device, &streams)?, read_act(device, &out)?);
+        let normed = read_act(device, &normed)?;
         let rows = streams.chunks_exact(s * hidden).zip(out.chunks_exact(hidden));
-        Ok(Output::Rounded(rows.flat_map(|(a, b)| [a, b].concat()).collect()))
+        let rows = rows.zip(normed.chunks_exact(hidden));
+        Ok(Output::Rounded(rows.flat_map(|((a, b), c)| [a, b, c].concat()).collect()))
     }
 }
 

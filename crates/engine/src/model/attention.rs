@@ -61,18 +61,24 @@ pub struct Attention<D: Device> {
 }
 
 impl<D: Device> Attention<D> {
-    /// Queries and window keys of the current rows: `scratch.q` rotated, `scratch.qr` for the
-    /// indexer, `scratch.fresh` encoded.
-    pub fn project(&self, device: &D, set: &RowSet<D>, s: &mut Scratch<D>) -> Result<()> {
+    /// The bottleneck of the queries of the current rows: `scratch.qr`, which the indexer reads, too.
+    pub fn narrow(&self, device: &D, rows: usize, s: &mut Scratch<D>) -> Result<()> {
         let c = &self.shape;
-        let rows = set.map.rows;
-        let angles = set.angles(self.reads.is_some());
-
         device.linear(&s.x, &self.wq_a, rows, &mut s.q_low)?;
-        device.rms_norm(&s.q_low, &self.q_norm, c.eps, c.q_lora, rows, &mut s.qr)?;
-        device.linear(&s.qr, &self.wq_b, rows, &mut s.q)?;
-        device.rope(&mut s.q, angles, c.heads, c.head_dim, c.rope_dims, false, rows)?;
+        device.rms_norm(&s.q_low, &self.q_norm, c.eps, c.q_lora, rows, &mut s.qr)
+    }
 
+    /// Queries of the current rows from `scratch.qr`: `scratch.q`, rotated.
+    pub fn queries(&self, device: &D, set: &RowSet<D>, s: &mut Scratch<D>) -> Result<()> {
+        let (c, rows) = (&self.shape, set.map.rows);
+        let angles = set.angles(self.reads.is_some());
+        device.linear(&s.qr, &self.wq_b, rows, &mut s.q)?;
+        device.rope(&mut s.q, angles, c.heads, c.head_dim, c.rope_dims, false, rows)
+    }
+
+    /// Window keys of the current rows: `scratch.fresh`, encoded.
+    pub fn keys(&self, device: &D, set: &RowSet<D>, s: &mut Scratch<D>) -> Result<()> {
+        let rows = set.map.rows;
         device.linear(&s.x, &self.wkv, rows, &mut s.kv_raw)?;
         self.window_keys(device, set, rows, s)
     }
@@ -102,15 +108,19 @@ impl<D: Device> Attention<D> {
         set: &RowSet<D>,
         s: &mut Scratch<D>,
     ) -> Result<()> {
+        let rows = set.map.rows;
         let keys = self.reads.and_then(|owner| caches.compressed(owner));
         self.attend_rows(device, &caches.windows[layer], caches.ring_len, keys, set, s)?;
         let width = s.formats.window.row_bytes(self.shape.head_dim);
         let ring = &mut caches.windows[layer];
-        device.scatter_rows(&s.fresh, width, &set.ring_rows, set.map.rows, ring)
+        let stored = device
+            .beside(rows, || device.scatter_rows(&s.fresh, width, &set.ring_rows, rows, ring))?;
+        self.output(device, set, s)?;
+        device.join(stored)
     }
 
-    /// Attention over a ring, `scratch.fresh` and the rows of `keys` that `scratch.selected` names,
-    /// and the output projection.
+    /// Attention over a ring, `scratch.fresh` and the rows of `keys` that `scratch.selected` names:
+    /// `scratch.attended`.
     pub fn attend_rows(
         &self,
         device: &D,
@@ -121,7 +131,6 @@ impl<D: Device> Attention<D> {
         s: &mut Scratch<D>,
     ) -> Result<()> {
         let c = &self.shape;
-        let rows = set.map.rows;
         let indices = &s.selected;
         let selected = keys.map(|keys| Selected { indices, k: s.selected_k, keys });
         let args = Attend {
@@ -134,7 +143,12 @@ impl<D: Device> Attention<D> {
             sink: &self.sink,
             scale: (c.head_dim as f32).powf(-0.5),
         };
-        device.attend(&args, &mut s.attended)?;
+        device.attend(&args, &mut s.attended)
+    }
+
+    /// The output projection of `scratch.attended`: `scratch.y`.
+    pub fn output(&self, device: &D, set: &RowSet<D>, s: &mut Scratch<D>) -> Result<()> {
+        let (c, rows) = (&self.shape, set.map.rows);
         let angles = set.angles(self.reads.is_some());
         device.rope(&mut s.attended, angles, c.heads, c.head_dim, c.rope_dims, true, rows)?;
         device.grouped_linear(&s.attended, &self.wo_a, c.groups, rows, &mut s.o_low)?;
@@ -181,13 +195,13 @@ impl<D: Device> Source<D> {
         let rows = batch.rows_now();
         let source = caches.source_mut(layer);
 
-        device.linear(&s.x, &self.wkv, rows, &mut s.kv_raw)?;
+        device.linear(&s.x, &self.wkv, rows, &mut s.group_values)?;
         if let (Some(wgate), Some(pending)) = (&self.wgate, &mut source.pending) {
             let (r, d) = (self.ratio, self.head_dim);
-            device.linear(&s.x, wgate, rows, &mut s.kv)?;
+            device.linear(&s.x, wgate, rows, &mut s.group_scores)?;
             device.pool_groups(
-                &s.kv_raw,
-                &s.kv,
+                &s.group_values,
+                &s.group_scores,
                 pending,
                 &groups.members,
                 r,
@@ -195,9 +209,10 @@ impl<D: Device> Source<D> {
                 groups.count,
                 &mut s.pooled,
             )?;
-            device.store_pending(&s.kv_raw, &s.kv, &groups.pending_rows, d, rows, pending)?;
+            let (values, scores) = (&s.group_values, &s.group_scores);
+            device.store_pending(values, scores, &groups.pending_rows, d, rows, pending)?;
         }
-        let pooled = if self.ratio > 1 { &s.pooled } else { &s.kv_raw };
+        let pooled = if self.ratio > 1 { &s.pooled } else { &s.group_values };
         let (count, eps) = (groups.count, self.eps);
         device.rms_norm(pooled, &self.norm, eps, self.head_dim, count, &mut s.latent)?;
 

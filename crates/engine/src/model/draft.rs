@@ -267,18 +267,24 @@ impl<D: Device> Stage<D> {
         let rows = set.map.rows;
         probe.before_layer(device, l, rows, s)?;
         self.attention_site.enter(device, rows, s)?;
-        self.attention_site.mix(device, rows, s)?;
-        self.attention.project(device, set, s)?;
+        let mixed = device.beside(rows, || self.attention_site.mix(device, rows, s))?;
+        let keys = device.beside(rows, || self.attention.keys(device, set, s))?;
         probe.window_keys(device, l, rows, s)?;
+        self.attention.narrow(device, rows, s)?;
+        self.attention.queries(device, set, s)?;
+        device.join(keys)?;
         self.attention.attend_rows(device, ring, ring_len, None, set, s)?;
+        self.attention.output(device, set, s)?;
         probe.attention_out(device, l, rows, s)?;
+        device.join(mixed)?;
         self.attention_site.leave(device, rows, s)?;
         self.experts_site.enter(device, rows, s)?;
-        self.experts_site.mix(device, rows, s)?;
+        let mixed = device.beside(rows, || self.experts_site.mix(device, rows, s))?;
         self.experts.route(device, set, rows, s)?;
         probe.routed(device, l, rows, s)?;
         self.experts.forward(device, rows, s)?;
         probe.experts_out(device, l, rows, s)?;
+        device.join(mixed)?;
         self.experts_site.leave(device, rows, s)?;
         probe.after_layer(device, l, rows, s)
     }

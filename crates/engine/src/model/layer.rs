@@ -54,31 +54,49 @@ impl<D: Device> Model<D> {
         }
 
         layer.attention_site.enter(device, rows, s)?;
+        let mut published = None;
         if let Some(source) = &layer.attention.source {
-            source.publish(device, l, caches, batch, s)?;
+            let branch = device.beside(rows, || source.publish(device, l, caches, batch, s))?;
+            published = Some(branch);
             probe.published(device, l, caches, batch, s)?;
         }
         if layer.depth == Some(0) {
             batch.enter_decoder(device, 0, s)?;
         }
         let rows = batch.rows_now();
-        layer.attention_site.mix(device, rows, s)?;
-        layer.attention.project(device, batch.set(), s)?;
+        let mixed = device.beside(rows, || layer.attention_site.mix(device, rows, s))?;
+        let keys = device.beside(rows, || layer.attention.keys(device, batch.set(), s))?;
         probe.window_keys(device, l, rows, s)?;
+        layer.attention.narrow(device, rows, s)?;
         if let Some(indexer) = &layer.attention.indexer {
-            select::select(device, indexer, l, caches, batch.set(), s, probe)?;
+            let queries =
+                device.beside(rows, || layer.attention.queries(device, batch.set(), s))?;
+            select::queries(device, indexer, l, batch.set(), s, probe)?;
+            if let Some(branch) = published {
+                device.join(branch)?;
+            }
+            select::select(device, indexer, caches, batch.set(), s)?;
             probe.selected(device, l, rows, indexer, s)?;
+            device.join(queries)?;
+        } else {
+            layer.attention.queries(device, batch.set(), s)?;
+            if let Some(branch) = published {
+                device.join(branch)?;
+            }
         }
+        device.join(keys)?;
         layer.attention.attend(device, caches, l, batch.set(), s)?;
         probe.attention_out(device, l, rows, s)?;
+        device.join(mixed)?;
         layer.attention_site.leave(device, rows, s)?;
 
         layer.experts_site.enter(device, rows, s)?;
-        layer.experts_site.mix(device, rows, s)?;
+        let mixed = device.beside(rows, || layer.experts_site.mix(device, rows, s))?;
         layer.experts.route(device, batch.set(), rows, s)?;
         probe.routed(device, l, rows, s)?;
         layer.experts.forward(device, rows, s)?;
         probe.experts_out(device, l, rows, s)?;
+        device.join(mixed)?;
         layer.experts_site.leave(device, rows, s)?;
         probe.after_layer(device, l, rows, s)
     }

@@ -41,6 +41,10 @@ pub struct Scratch<D: Device> {
     pub kv: D::Buffer<D::Act>,
     /// `[T, window row bytes]`: window keys of this step as stored.
     pub fresh: D::Buffer<u8>,
+    /// `[T, head_dim]`: what groups are pooled from. A branch of its own, as all that follows.
+    pub group_values: D::Buffer<D::Act>,
+    /// `[T, head_dim]`.
+    pub group_scores: D::Buffer<D::Act>,
     /// `[T, head_dim]`: pooled groups.
     pub pooled: D::Buffer<D::Act>,
     /// `[T, head_dim]`: normalized groups.
@@ -130,6 +134,8 @@ impl<D: Device> Scratch<D> {
             kv_raw: act(c.head_dim)?,
             kv: act(c.head_dim)?,
             fresh: device.alloc(t * formats.window.row_bytes(c.head_dim))?,
+            group_values: act(c.head_dim)?,
+            group_scores: act(c.head_dim)?,
             pooled: act(c.head_dim)?,
             latent: act(c.head_dim)?,
             key_raw: act(c.index_head_dim)?,

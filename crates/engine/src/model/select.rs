@@ -38,12 +38,11 @@ pub struct Indexer<D: Device> {
     pub role: CandidateRole,
 }
 
-/// `scratch.selected` = the chosen rows of every query of `set`, in layer `layer`.
-pub fn select<D: Device>(
+/// Index queries and the weights of their heads, for every query of `set`, in layer `layer`.
+pub fn queries<D: Device>(
     device: &D,
     indexer: &Indexer<D>,
     layer: usize,
-    caches: &Caches<D>,
     set: &RowSet<D>,
     s: &mut Scratch<D>,
     probe: &mut impl Probe<D>,
@@ -56,13 +55,22 @@ pub fn select<D: Device>(
     probe.index_queries(device, layer, rows, indexer, s)?;
     device.round_rows(&mut s.index_q, dim, s.formats.index, rows * heads)?;
     let factor = (dim as f32).powf(-0.5) * (heads as f32).powf(-0.5);
-    device.linear_f32(&s.x, &indexer.weights, factor, rows, &mut s.index_weights)?;
+    device.linear_f32(&s.x, &indexer.weights, factor, rows, &mut s.index_weights)
+}
 
+/// `scratch.selected` = the rows that those queries choose.
+pub fn select<D: Device>(
+    device: &D,
+    indexer: &Indexer<D>,
+    caches: &Caches<D>,
+    set: &RowSet<D>,
+    s: &mut Scratch<D>,
+) -> Result<()> {
     let Some(keys) = caches.index_keys(indexer.owner) else { return Ok(()) };
     let args = Selection {
         q: &s.index_q,
         weights: &s.index_weights,
-        heads,
+        heads: indexer.heads,
         map: &set.map,
         keys,
         k: indexer.k,

@@ -18,9 +18,15 @@ pub struct Site<D: Device> {
 impl<D: Device> Site<D> {
     /// `scratch.x` = the normalized input of the sublayer.
     pub fn enter(&self, device: &D, rows: usize, s: &mut Scratch<D>) -> Result<()> {
-        device.streams_collapse(&s.streams, &s.mix.pre, &s.shape, rows, &mut s.collapsed)?;
-        let (eps, hidden) = (s.shape.norm_eps, s.shape.hidden);
-        device.rms_norm(&s.collapsed, &self.norm, eps, hidden, rows, &mut s.x)
+        device.streams_collapse_norm(
+            &s.streams,
+            &s.mix.pre,
+            &self.norm,
+            &s.shape,
+            rows,
+            &mut s.collapsed,
+            &mut s.x,
+        )
     }
 
     /// `scratch.mix` = this site's coefficients. Runs after [`Site::enter`], which reads the old

@@ -46,6 +46,11 @@ impl<D: Timed> Marks<D> {
         Self { marks: Vec::new(), kernels: kernels.then(Vec::new), before: None }
     }
 
+    /// No marks yet of the same kind.
+    pub fn like(&self) -> Self {
+        Self::new(self.kernels.is_some())
+    }
+
     /// What lies between the last mark and this one is of `place`.
     pub fn mark(&mut self, d: &D, place: Option<Place>) -> Result<()> {
         if let Some(kernels) = &mut self.kernels {
@@ -60,17 +65,21 @@ impl<D: Timed> Marks<D> {
         Ok(())
     }
 
-    /// Seconds by place, and from the first mark to the last one.
-    pub fn seconds(&self, d: &D) -> Result<(BTreeMap<Place, f64>, f64)> {
+    /// Whether nothing was marked: a recorded step passes the marks that were recorded with it.
+    pub fn is_empty(&self) -> bool {
+        self.marks.is_empty()
+    }
+
+    /// Seconds by place, and from the first mark to `end`.
+    pub fn seconds(&self, d: &D, end: &D::Mark) -> Result<(BTreeMap<Place, f64>, f64)> {
         let mut places = BTreeMap::new();
-        let mut all = 0.0;
         for pair in self.marks.windows(2) {
             let seconds = d.between(&pair[0].1, &pair[1].1)?;
-            all += seconds;
             if let Some(place) = pair[1].0 {
                 *places.entry(place).or_default() += seconds;
             }
         }
+        let all = self.marks.first().map_or(Ok(0.0), |(_, first)| d.between(first, end))?;
         Ok((places, all))
     }
 

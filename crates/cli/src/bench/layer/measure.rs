@@ -50,7 +50,8 @@ pub struct Case {
     pub seconds: f64,
     /// Of these, until everything was in the device's queue.
     pub queued_seconds: f64,
-    /// From the first layer to the last result on a device that does not wait for launches.
+    /// From the first layer to the last result on a device that does not wait for launches; decode
+    /// steps and drafts as a graph, on a device that records them.
     pub device_seconds: f64,
     /// Tokens of the step over `seconds`, where all layers run.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,7 +66,7 @@ pub struct LayerTime {
     pub kind: &'static str,
     /// Layers of the kind.
     pub layers: usize,
-    /// On a device that does not wait for launches.
+    /// On a device that does not wait for launches; as part of a graph where the step is one.
     pub seconds: f64,
     /// Bytes of weights and cache rows that must be read.
     pub bytes: f64,
@@ -73,7 +74,8 @@ pub struct LayerTime {
     pub share_of_read: f64,
     /// Operations of products, of attention and of index scores, over the time.
     pub tflop_per_s: f64,
-    /// With a mark behind each kernel, which takes time of its own.
+    /// Of a step that is not recorded, one operation after the other, with a mark behind each kernel,
+    /// which takes time of its own.
     pub operations: Vec<OperationTime>,
 }
 
@@ -201,39 +203,69 @@ impl<D: Timed> Measure<'_, D> {
 
     fn times(&mut self, plans: &[StepPlan], batch: &mut Batch<D>) -> Outcome<Times> {
         let device = self.rig.device.clone();
+        device.sync()?;
+        let start = Instant::now();
+        for plan in plans {
+            self.rig.forward(plan, batch, &mut NoProbe)?;
+        }
+        let queued_seconds = start.elapsed().as_secs_f64();
+        device.sync()?;
+        let busy = 3.0 * queued_seconds;
+        let operations = self.marked(plans, batch, busy, &mut Marks::new(true))?.operations;
+
+        // As the engine runs it: a step that only decodes is recorded.
+        batch.record(&*device);
         let (mut wall, mut queued) = (Vec::new(), Vec::new());
         let mut repeats = *REPEATS.end();
-        while wall.len() < repeats {
+        let unrecorded = if Self::records(plans) { 2 } else { 0 };
+        for i in 0.. {
             device.sync()?;
             let start = Instant::now();
             for plan in plans {
                 self.rig.forward(plan, batch, &mut NoProbe)?;
             }
-            queued.push(start.elapsed().as_secs_f64());
+            let until_queued = start.elapsed().as_secs_f64();
             device.sync()?;
             let seconds = start.elapsed().as_secs_f64();
+            if i < unrecorded {
+                continue;
+            }
+            queued.push(until_queued);
             wall.push(seconds);
             repeats = ((SECONDS / seconds) as usize).clamp(*REPEATS.start(), *REPEATS.end());
+            if wall.len() >= repeats {
+                break;
+            }
         }
         let queued_seconds = median(&mut queued);
+        // Recorded again, with marks.
+        batch.record(&*device);
+        let mut marks = Marks::new(false);
+        for _ in 0..unrecorded {
+            self.marked(plans, batch, queued_seconds, &mut marks)?;
+        }
         let mut runs = Vec::new();
         for _ in 0..repeats {
-            runs.push(self.marked(plans, batch, queued_seconds, false)?);
+            runs.push(self.marked(plans, batch, queued_seconds, &mut marks)?);
         }
         runs.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
         let marked = runs.swap_remove(runs.len() / 2);
-        let operations = self.marked(plans, batch, 2.0 * queued_seconds, true)?.operations;
         Ok(Times { seconds: median(&mut wall), queued_seconds, marked, operations })
     }
 
-    /// Runs the steps while the device is busy with other things; `kernels`: with a mark behind
-    /// each kernel.
+    /// Whether steps of this kind are recorded.
+    fn records(plans: &[StepPlan]) -> bool {
+        plans.iter().all(|plan| plan.sequences.iter().all(|q| q.outputs.len() == q.tokens.len()))
+    }
+
+    /// Runs the steps while the device is busy with other things. `marks` are made anew, unless the
+    /// step was recorded with them.
     fn marked(
         &mut self,
         plans: &[StepPlan],
         batch: &mut Batch<D>,
         queued_seconds: f64,
-        kernels: bool,
+        marks: &mut Marks<D>,
     ) -> Outcome<Marked> {
         let device = self.rig.device.clone();
         let mut sums = Marked::default();
@@ -241,11 +273,14 @@ impl<D: Timed> Measure<'_, D> {
             device.sync()?;
             let busy = 1.5 * queued_seconds / plans.len() as f64;
             self.rig.occupy(busy.min(BUSY))?;
-            let mut marks = Marks::new(kernels);
-            self.rig.forward(plan, batch, &mut marks)?;
-            marks.mark(&device, None)?;
+            let mut new = marks.like();
+            self.rig.forward(plan, batch, &mut new)?;
+            if !new.is_empty() {
+                *marks = new;
+            }
+            let end = device.mark()?;
             device.traced();
-            let (places, all) = marks.seconds(&device)?;
+            let (places, all) = marks.seconds(&device, &end)?;
             sums.seconds += all;
             for (place, seconds) in places {
                 *sums.places.entry(place).or_default() += seconds;
@@ -313,12 +348,21 @@ impl<D: Timed> Measure<'_, D> {
         batch.prepare_draft(&*device, &self.rig.model, &drafts, block, noise)?;
         let c = self.rig.text().clone();
         let layer = c.num_hidden_layers;
-        let run = |rig: &mut Rig<D>| -> Result<()> {
+        let plain = |rig: &mut Rig<D>| -> Result<()> {
             let Some(draft) = &rig.model.draft else { return Ok(()) };
             let (ring, ring_len) = (&rig.caches.draft_windows[0], rig.caches.ring_len);
             let (s, probe) = (&mut rig.scratch, &mut NoProbe);
             draft.stages[0].forward(&*device, layer, ring, ring_len, &batch, s, probe)
         };
+        // As the engine runs it: recorded.
+        let mut graphs = device.graphs();
+        let mut run = |rig: &mut Rig<D>| match &mut graphs {
+            Some(graphs) => device.replay(graphs, [0; 4], || plain(rig)),
+            None => plain(rig),
+        };
+        for _ in 0..2 {
+            run(self.rig)?;
+        }
         let (mut wall, mut queued, mut alone) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..1 + *REPEATS.end() {
             device.sync()?;
@@ -342,10 +386,14 @@ impl<D: Timed> Measure<'_, D> {
             let end = device.mark()?;
             alone.push(device.between(&start, &end)?);
         }
-        self.rig.occupy((3.0 * queued_seconds).min(BUSY))?;
+        device.sync()?;
+        let start = Instant::now();
+        plain(self.rig)?;
+        let busy = 3.0 * start.elapsed().as_secs_f64();
+        self.rig.occupy(busy.min(BUSY))?;
         let start = device.mark()?;
         device.trace();
-        run(self.rig)?;
+        plain(self.rig)?;
         let mut operations = Vec::new();
         let mut before = start;
         for (name, mark) in device.traced() {
