@@ -112,9 +112,9 @@ __device__ __forceinline__ float noise_of(const uint4& words) {
     return -log_f32(exponential);
 }
 
-// No more than this can be added to `x` where noise is drawn from `words`, to a hundredth: with u the
-// first word over 2^32, the noise is at most -ln(u). True where the sum stays below `bound`, a
-// number that the sum for the largest logit reaches, so that errors of `x` far below do not count.
+// Whether the sum of `x` and the noise of `words` surely stays below `bound`: with u the first word
+// over 2^32, the noise is at most -ln(u), and a hundredth more covers all rounding. `bound` is at least
+// what the largest logit reaches, so the error of an `x` far below it does not count.
 __device__ __forceinline__ bool falls_short(const uint4& words, float x, float bound) {
     float most;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(most) : "f"(__fmaf_rn(x - bound, 1.44269504f, 32.015f)));
