@@ -12,7 +12,8 @@ use proptest::prelude::*;
 
 const FORMATS: [Format; 5] =
     [Format::F32, Format::Bf16, Format::Fp8Block32, Format::Fp4Row32, Format::Fp8Row32];
-const ROWS: [usize; 16] = [1, 2, 5, 6, 7, 9, 10, 11, 16, 17, 18, 19, 127, 128, 129, 512];
+const ROWS: [usize; 20] =
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 16, 17, 18, 19, 127, 128, 129, 512];
 
 /// A small generator, so that a case is its seed.
 struct Random(u64);

@@ -4,7 +4,8 @@
 //! clamp(w3 x)` for every row and expert it uses, then, for a few output columns at a time,
 //! `w2 h` of all experts and their sum. Every expert's weights are read once for all its rows.
 
-use super::linear::{Columns, Rows, Weight, block, pieces};
+use super::dispatch::by_isa;
+use super::linear::{Columns, Magnitudes, Rows, Weight, apart, block, pieces};
 use super::{Cpu, lanes, math, scratch};
 use crate::error::DeviceError;
 use crate::tensor::{Expert, Format, StoredMatrix};
@@ -147,7 +148,8 @@ fn forward(
     }
     let h_width =
         groups.iter().map(|g| padded(&g.expert.w2)).max().expect("the shared expert is there");
-    let x_values: usize = formats.iter().map(|f| rows * lanes::padded(*f, hidden)).sum();
+    let h_width = apart(h_width);
+    let x_values: usize = formats.iter().map(|f| rows * apart(lanes::padded(*f, hidden))).sum();
 
     let mut memory = scratch::take(x_values + pair_row.len() * h_width);
     let (arranged, h) = memory.split_at_mut(x_values);
@@ -155,15 +157,24 @@ fn forward(
     let mut copies = Vec::new();
     for format in formats {
         let width = lanes::padded(format, hidden);
-        let (copy, tail) = rest.split_at_mut(rows * width);
-        for (x, to) in x.chunks(hidden).zip(copy.chunks_mut(width)) {
-            lanes::arrange(format, x, to);
+        let (copy, tail) = rest.split_at_mut(rows * apart(width));
+        for (x, to) in x.chunks(hidden).zip(copy.chunks_mut(apart(width))) {
+            lanes::arrange(format, x, &mut to[..width]);
         }
-        copies.push((format, &*copy));
+        let magnitudes = Magnitudes::wanted(cpu.isa(), format, copy, apart(width), width);
+        copies.push(Copied { format, rows: copy, width, magnitudes });
         rest = tail;
     }
     inner(cpu, &groups, &copies, limit, h, h_width);
     outer(cpu, &groups, h, h_width, weights, &place, k, out, hidden);
+}
+
+/// The rows of `x` in a lane order.
+struct Copied<'a> {
+    format: Format,
+    rows: &'a [f32],
+    width: usize,
+    magnitudes: Magnitudes,
 }
 
 /// Values in a row of the input of `w`, in lane order.
@@ -175,7 +186,7 @@ fn padded(w: &Weight) -> usize {
 fn inner(
     cpu: &Cpu,
     groups: &[Group],
-    copies: &[(Format, &[f32])],
+    copies: &[Copied],
     limit: f32,
     h: &mut [f32],
     h_width: usize,
@@ -183,8 +194,7 @@ fn inner(
     let isa = cpu.isa();
     let copy_for = |w: &Weight| {
         let format = w.stored().format;
-        let copy = copies.iter().find(|(f, _)| *f == format).expect("a copy for every format");
-        (copy.1, padded(w))
+        copies.iter().find(|copy| copy.format == format).expect("a copy for every format")
     };
     let tasks: Vec<(&Group, Range<usize>)> = groups
         .iter()
@@ -198,25 +208,33 @@ fn inner(
         let mut memory = scratch::take(2 * rows * n.len());
         let (gate, up) = memory.split_at_mut(rows * n.len());
         for (w, out) in [(w1, &mut *gate), (w3, &mut *up)] {
-            let (copy, width) = copy_for(w);
-            block(isa, &Rows::gathered(copy, group.rows, width), w.stored(), n.clone(), out);
+            let Copied { rows, width, magnitudes, .. } = *copy_for(w);
+            let x = Rows::gathered(rows, group.rows, apart(width), width, magnitudes);
+            block(isa, &x, w.stored(), n.clone(), out);
         }
-        for (g, u) in gate.iter_mut().zip(&*up) {
-            *g = activation(*g, *u, limit);
-        }
+        activate(isa, gate, up, limit);
         let (format, last) = (w2.stored().format, n.end == w2.cols());
         let chunk = lanes::chunk(format);
+        let end = if last { padded(w2) } else { n.end };
+        let place = |c: usize| c - c % chunk + lanes::place(format, c % chunk);
+        let places: Vec<usize> = (n.start..end).map(place).collect();
         for (i, values) in gate.chunks(n.len()).enumerate() {
-            let padding = if last { padded(w2) - w2.cols() } else { 0 };
-            let padding = std::iter::repeat_n(&0.0, padding);
-            for (c, v) in values.iter().chain(padding).enumerate() {
-                let c = n.start + c;
-                let at = c - c % chunk + lanes::place(format, c % chunk);
+            let padding = std::iter::repeat_n(&0.0, end - n.end);
+            for (v, at) in values.iter().chain(padding).zip(&places) {
                 // SAFETY: each task has columns of its own, and so places of its own.
-                unsafe { columns.write(group.first + i, at, std::slice::from_ref(v)) };
+                unsafe { columns.write(group.first + i, *at, std::slice::from_ref(v)) };
             }
         }
     });
+}
+
+by_isa! {
+    /// [`activation`] of every pair, in place of the gate.
+    fn activate(gate: &mut [f32], up: &[f32], limit: f32) {
+        for (gate, up) in gate.iter_mut().zip(up) {
+            *gate = activation(*gate, *up, limit);
+        }
+    }
 }
 
 /// `silu(min(gate, limit)) * clamp(up, -limit, limit)`; NaN stays NaN.
@@ -244,6 +262,15 @@ fn outer(
     let pairs = h.len() / h_width;
     let rows = out.len() / hidden;
     let shared = &groups[groups.len() - 1];
+    let inputs: Vec<Rows> = groups
+        .iter()
+        .map(|group| {
+            let (w2, rows) = (&group.expert.w2, group.rows.len());
+            let h = &h[group.first * h_width..][..rows * h_width];
+            let magnitudes = Magnitudes::wanted(isa, w2.stored().format, h, h_width, padded(w2));
+            Rows::strided(h, rows, h_width, padded(w2), magnitudes)
+        })
+        .collect();
     let tasks: Vec<Range<usize>> = pieces(shared.expert.w2.stored(), false).collect();
     let work = groups.iter().map(|g| g.rows.len() * g.expert.w2.rows() * g.expert.w2.cols());
     let columns = Columns::new(out, hidden);
@@ -251,12 +278,9 @@ fn outer(
         let width = n.len();
         let mut memory = scratch::take((pairs + 1) * width);
         let (y, sum) = memory.split_at_mut(pairs * width);
-        for group in groups {
-            let w2 = &group.expert.w2;
-            let x =
-                Rows::strided(&h[group.first * h_width..], group.rows.len(), h_width, padded(w2));
+        for (group, x) in groups.iter().zip(&inputs) {
             let y = &mut y[group.first * width..][..group.rows.len() * width];
-            block(isa, &x, w2.stored(), n.clone(), y);
+            block(isa, x, group.expert.w2.stored(), n.clone(), y);
         }
         for row in 0..rows {
             sum.fill(0.0);

@@ -19,6 +19,7 @@ mod simd;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use super::dispatch::{LANES, by_isa};
 use super::{Cpu, Isa, lanes, scratch};
 use crate::error::DeviceError;
 use crate::tensor::{Format, StoredMatrix};
@@ -127,11 +128,15 @@ fn product(
     for (x, out) in blocks {
         let rows = out.len() / w.rows;
         let columns = Columns::new(out, w.rows);
-        let mut arranged = scratch::take(rows * groups * padded);
-        for (x, to) in x.chunks(w.cols.max(1)).zip(arranged.chunks_mut(padded.max(1))) {
-            lanes::arrange(w.format, x, to);
+        let stride = apart(groups * padded);
+        let mut arranged = scratch::take(rows * stride);
+        for (x, to) in x.chunks(x_width.max(1)).zip(arranged.chunks_mut(stride)) {
+            for (x, to) in x.chunks(w.cols.max(1)).zip(to.chunks_mut(padded.max(1))) {
+                lanes::arrange(w.format, x, to);
+            }
         }
         let arranged = &*arranged;
+        let magnitudes = Magnitudes::wanted(isa, w.format, arranged, stride, groups * padded);
         // Few weight rows for all threads: cut the activation rows too.
         let cuts = (4 * cpu.threads()).div_ceil(parts.len());
         let step = rows.div_ceil(cuts).max(LEAST_ROWS);
@@ -140,8 +145,8 @@ fn product(
             .flat_map(|from| parts.iter().map(move |part| (from..rows.min(from + step), part)))
             .collect();
         cpu.for_each(rows * w.rows * w.cols, &tasks, |(rows, (g, w, n))| {
-            let start = &arranged[(rows.start * groups + g) * padded..];
-            let x = Rows::strided(start, rows.len(), groups * padded, padded);
+            let start = &arranged[rows.start * stride + g * padded..];
+            let x = Rows::strided(start, rows.len(), stride, padded, magnitudes);
             let mut values = scratch::take(rows.len() * n.len());
             block(isa, &x, w, n.clone(), &mut values);
             if factor != 1.0 {
@@ -184,6 +189,51 @@ impl Cpu {
     }
 }
 
+/// Magnitudes among values, as bits of f32: the least but 0, and the largest. Both are 0 if all are.
+#[derive(Clone, Copy)]
+pub(crate) struct Magnitudes {
+    pub(crate) least: u32,
+    pub(crate) largest: u32,
+}
+
+impl Magnitudes {
+    /// Those of rows of `width`, `stride` apart, if products with matrices of a format ask for them.
+    pub(crate) fn wanted(
+        isa: Isa,
+        format: Format,
+        rows: &[f32],
+        stride: usize,
+        width: usize,
+    ) -> Self {
+        let mut all = Self { least: 0, largest: 0 };
+        if format == Format::Fp8Block32 {
+            magnitudes(isa, rows, stride, width, &mut all);
+        }
+        all
+    }
+}
+
+by_isa! {
+    fn magnitudes(rows: &[f32], stride: usize, width: usize, all: &mut Magnitudes) {
+        // Less one, zeros come last.
+        let (mut least, mut largest) = (u32::MAX, 0);
+        for row in rows.chunks_exact(stride) {
+            for x in &row[..width] {
+                let bits = x.to_bits() & 0x7FFF_FFFF;
+                least = least.min(bits.wrapping_sub(1));
+                largest = largest.max(bits);
+            }
+        }
+        *all = Magnitudes { least: least.wrapping_add(1), largest };
+    }
+}
+
+/// Values from one row of `width` to the next: lines that are read together do not meet in one set of
+/// a cache.
+pub(crate) fn apart(width: usize) -> usize {
+    width + LANES
+}
+
 /// Rows in lane order.
 pub(crate) struct Rows<'a> {
     data: &'a [f32],
@@ -191,31 +241,34 @@ pub(crate) struct Rows<'a> {
     stride: usize,
     width: usize,
     index: Option<&'a [u32]>,
+    magnitudes: Magnitudes,
 }
 
 impl<'a> Rows<'a> {
-    /// `len` rows of `width`, `stride` apart.
-    pub(crate) fn strided(data: &'a [f32], len: usize, stride: usize, width: usize) -> Self {
-        Self { data, len, stride, width, index: None }
+    /// `len` rows of `width`, `stride` apart. `magnitudes` covers all of them.
+    pub(crate) fn strided(
+        data: &'a [f32],
+        len: usize,
+        stride: usize,
+        width: usize,
+        magnitudes: Magnitudes,
+    ) -> Self {
+        Self { data, len, stride, width, index: None, magnitudes }
     }
 
-    /// Those rows of `width`, adjacent in `data`, that `index` names.
-    pub(crate) fn gathered(data: &'a [f32], index: &'a [u32], width: usize) -> Self {
-        Self { data, len: index.len(), stride: width, width, index: Some(index) }
+    /// Those rows of `width`, `stride` apart in `data`, that `index` names.
+    pub(crate) fn gathered(
+        data: &'a [f32],
+        index: &'a [u32],
+        stride: usize,
+        width: usize,
+        magnitudes: Magnitudes,
+    ) -> Self {
+        Self { data, len: index.len(), stride, width, index: Some(index), magnitudes }
     }
 
     pub(crate) fn len(&self) -> usize {
         self.len
-    }
-
-    /// Those of these rows.
-    pub(crate) fn part(&self, rows: Range<usize>) -> Rows<'a> {
-        let len = rows.len();
-        let (data, index) = match self.index {
-            Some(index) => (self.data, Some(&index[rows])),
-            None => (&self.data[rows.start * self.stride..], None),
-        };
-        Rows { data, len, index, ..*self }
     }
 
     #[inline(always)]

@@ -3,7 +3,8 @@
 //! Every `unsafe` below rests on one promise of the caller: the processor has the instruction set,
 //! and there is memory for what is read and written. Loads and stores are unaligned.
 
-use super::simd::{Bf16, Decode, F32, MAX_MR, Simd, tile};
+use super::scales::scaled_e2m1;
+use super::simd::{Bf16, Decode, EXPANDED, F32, MAX_MR, Simd, tile};
 use crate::formats::{e2m1, e4m3};
 use std::arch::x86_64::*;
 
@@ -115,7 +116,7 @@ impl Decode<Avx2, 1> for F32 {
     const SCALES: usize = 0;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, _: *const f32) -> [[__m256; 2]; 1] {
+    unsafe fn weights(self, codes: *const u8, _: *const u8) -> [[__m256; 2]; 1] {
         // SAFETY: see above.
         unsafe { [Avx2::load(codes.cast())] }
     }
@@ -132,7 +133,7 @@ impl Decode<Avx2, 1> for Bf16 {
     const SCALES: usize = 0;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, _: *const f32) -> [[__m256; 2]; 1] {
+    unsafe fn weights(self, codes: *const u8, _: *const u8) -> [[__m256; 2]; 1] {
         // SAFETY: see above.
         unsafe { Decode::<Avx2, 1>::codes(self, codes) }
     }
@@ -151,7 +152,7 @@ impl Decode<Avx2, 1> for Bf16 {
     }
 }
 
-/// E2M1 with AVX2: a table of 8 magnitudes, and the sign moved to its place.
+/// E2M1 with AVX2: a table of 8 magnitudes for each scale, and the sign moved to its place.
 #[derive(Clone, Copy)]
 pub(super) struct Fp4Avx2;
 
@@ -190,12 +191,9 @@ impl Decode<Avx2, 2> for Fp4Avx2 {
     const SCALES: usize = 1;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, scale: *const f32) -> [[__m256; 2]; 2] {
+    unsafe fn weights(self, codes: *const u8, scale: *const u8) -> [[__m256; 2]; 2] {
         // SAFETY: see above.
-        unsafe {
-            let values = _mm256_loadu_ps(e2m1::VALUES.as_ptr());
-            self.look_up(codes, _mm256_mul_ps(values, _mm256_set1_ps(*scale)))
-        }
+        unsafe { self.look_up(codes, _mm256_loadu_ps(scaled_e2m1(*scale).as_ptr())) }
     }
 
     #[inline(always)]
@@ -261,13 +259,13 @@ fn with_nan(codes: __m256i) -> [__m256; 4] {
 
 impl Decode<Avx2, 4> for Fp8Avx2 {
     const BYTES: usize = 64;
-    const SCALES: usize = 16;
+    const SCALES: usize = EXPANDED;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, scale: *const f32) -> [[__m256; 2]; 4] {
+    unsafe fn weights(self, codes: *const u8, scale: *const u8) -> [[__m256; 2]; 4] {
         // SAFETY: see above.
         unsafe {
-            let [low, high] = Avx2::load(scale);
+            let [low, high] = Avx2::load(scale.cast());
             let mut weights = self.codes(codes);
             for w in &mut weights {
                 *w = [_mm256_mul_ps(w[0], low), _mm256_mul_ps(w[1], high)];

@@ -4,7 +4,9 @@
 //! and there is memory for what is read and written. Loads and stores are unaligned.
 
 use super::avx2::tree8;
-use super::simd::{Bf16, Decode, F32, MAX_MR, Simd, tile};
+use super::scales::scaled_e2m1;
+use super::simd::{Bf16, Decode, EXPANDED, F32, MAX_MR, Simd, tile};
+use crate::cpu::lanes::LANES;
 use crate::formats::{e2m1, e4m3};
 use std::arch::x86_64::*;
 
@@ -63,6 +65,12 @@ impl Simd for Avx512 {
         unsafe { _mm512_mask_blend_ps(0xFF00, _mm512_set1_ps(a), _mm512_set1_ps(b)) }
     }
 
+    #[inline(always)]
+    unsafe fn trees(acc: *const f32, stride: usize) -> [f32; LANES] {
+        // SAFETY: see above.
+        unsafe { trees_avx512(acc, stride) }
+    }
+
     const MR: usize = 6;
     const NR: usize = 4;
 
@@ -101,12 +109,48 @@ unsafe fn tile_avx512(
     }
 }
 
+/// Four vectors at each of `acc`, `acc + stride`, ...: the sums of all 16, every step for all of them.
+#[target_feature(enable = "avx512f")]
+unsafe fn trees_avx512(acc: *const f32, stride: usize) -> [f32; LANES] {
+    let mut out = [0.0; LANES];
+    // SAFETY: see above.
+    unsafe {
+        // Vector `4 i + b` in place `i + 4 b`, so that the sums come out in order.
+        let mut v = [_mm512_setzero_ps(); LANES];
+        for p in 0..LANES {
+            v[p] = _mm512_loadu_ps(acc.add(p % 4 * stride + p / 4 * LANES));
+        }
+        // Lanes 8 apart: each result has 8 lanes of two vectors.
+        for i in 0..8 {
+            let (a, b) = (v[2 * i], v[2 * i + 1]);
+            let low = _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b);
+            v[i] = _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b));
+        }
+        // 4 apart: 4 lanes of four vectors.
+        for i in 0..4 {
+            let (a, b) = (v[2 * i], v[2 * i + 1]);
+            let low = _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+            v[i] = _mm512_add_ps(low, _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b));
+        }
+        // 2 apart.
+        for i in 0..2 {
+            let (a, b) = (_mm512_castps_pd(v[2 * i]), _mm512_castps_pd(v[2 * i + 1]));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            v[i] = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        let low = _mm512_shuffle_ps::<0b10_00_10_00>(v[0], v[1]);
+        let sums = _mm512_add_ps(low, _mm512_shuffle_ps::<0b11_01_11_01>(v[0], v[1]));
+        _mm512_storeu_ps(out.as_mut_ptr(), sums);
+    }
+    out
+}
+
 impl Decode<Avx512, 1> for F32 {
     const BYTES: usize = 64;
     const SCALES: usize = 0;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, _: *const f32) -> [__m512; 1] {
+    unsafe fn weights(self, codes: *const u8, _: *const u8) -> [__m512; 1] {
         // SAFETY: see above.
         unsafe { [Avx512::load(codes.cast())] }
     }
@@ -123,7 +167,7 @@ impl Decode<Avx512, 1> for Bf16 {
     const SCALES: usize = 0;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, _: *const f32) -> [__m512; 1] {
+    unsafe fn weights(self, codes: *const u8, _: *const u8) -> [__m512; 1] {
         // SAFETY: see above.
         unsafe { Decode::<Avx512, 1>::codes(self, codes) }
     }
@@ -138,7 +182,7 @@ impl Decode<Avx512, 1> for Bf16 {
     }
 }
 
-/// E2M1 with AVX-512: a table of 16 values, scaled, looked up by nibbles.
+/// E2M1 with AVX-512: a table of 16 values for each scale, looked up by nibbles.
 #[derive(Clone, Copy)]
 pub(super) struct Fp4Avx512 {
     values: __m512,
@@ -175,9 +219,9 @@ impl Decode<Avx512, 2> for Fp4Avx512 {
     const SCALES: usize = 1;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, scale: *const f32) -> [__m512; 2] {
+    unsafe fn weights(self, codes: *const u8, scale: *const u8) -> [__m512; 2] {
         // SAFETY: see above.
-        unsafe { self.look_up(codes, _mm512_mul_ps(self.values, _mm512_set1_ps(*scale))) }
+        unsafe { self.look_up(codes, _mm512_load_ps(scaled_e2m1(*scale).as_ptr())) }
     }
 
     #[inline(always)]
@@ -225,13 +269,13 @@ impl Fp8Vbmi {
 
 impl Decode<Avx512, 4> for Fp8Vbmi {
     const BYTES: usize = 64;
-    const SCALES: usize = 16;
+    const SCALES: usize = EXPANDED;
 
     #[inline(always)]
-    unsafe fn weights(self, codes: *const u8, scale: *const f32) -> [__m512; 4] {
+    unsafe fn weights(self, codes: *const u8, scale: *const u8) -> [__m512; 4] {
         // SAFETY: see above.
         unsafe {
-            let scale = _mm512_loadu_ps(scale);
+            let scale = _mm512_loadu_ps(scale.cast());
             let [a, b, c, d] = self.codes(codes);
             [
                 _mm512_mul_ps(a, scale),

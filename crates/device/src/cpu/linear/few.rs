@@ -2,7 +2,7 @@
 
 use super::Rows;
 use super::scales::{self, Tail};
-use super::simd::{Decode, Simd, dots};
+use super::simd::{Decode, EXPANDED, Simd, dots};
 use crate::cpu::lanes::LANES;
 use crate::cpu::scratch;
 use crate::formats::blocks::GROUP;
@@ -50,18 +50,20 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
     if D::SCALES == 0 {
         // SAFETY: the caller's promise; there are no scales.
         unsafe { product.run::<S, STEPS, R, false>(n, |_| [std::ptr::null(); R], out) }
-    } else if D::SCALES == LANES && w.format == Format::Fp8Block32 {
-        let values = chunks * D::SCALES;
+    } else if D::SCALES != EXPANDED {
+        let scales = |rows: [usize; R]| rows.map(|row| w.row_scales(row).as_ptr());
+        // SAFETY: the caller's promise; scales are read as they are stored.
+        unsafe { product.run::<S, STEPS, R, true>(n, scales, out) }
+    } else if w.format == Format::Fp8Block32 {
         let padded = x.row(0).len();
-        let mut expanded = scratch::take(values);
+        let mut expanded = scratch::take(chunks * LANES);
         let mut scaled = scratch::take(rows * padded);
-        let magnitudes = (0..rows).fold(scales::NONE, |m, i| scales::magnitudes(x.row(i), m));
         let mut from = n.start;
         while from < n.end {
             let to = n.end.min((from + w.scale_row0) / GROUP * GROUP + GROUP - w.scale_row0);
             // The scale goes to the activations, once for a row of tiles, where that is exact.
             let bytes = w.row_scales(from);
-            let exact = scales::are_moderate(bytes) && scales::are_exact(bytes, magnitudes);
+            let exact = scales::are_moderate(bytes) && scales::are_exact(bytes, x.magnitudes);
             if exact {
                 for (m, scaled) in scaled.chunks_mut(padded.max(1)).enumerate() {
                     // SAFETY: the caller's promise.
@@ -76,22 +78,22 @@ pub(super) unsafe fn few<S, D, const STEPS: usize, const M: usize, const R: usiz
                     let product: Product<'_, D, M> = Product { x, ..product };
                     product.run::<S, STEPS, R, false>(from..to, |_| [std::ptr::null(); R], out);
                 } else {
-                    scales::expand::<S>(w, from, 0..chunks, D::SCALES, &mut expanded);
-                    let scale = expanded.as_ptr();
+                    scales::expand::<S>(w, from, 0..chunks, &mut expanded);
+                    let scale = expanded.as_ptr().cast();
                     product.run::<S, STEPS, R, true>(from..to, |_| [scale; R], out);
                 }
             }
             from = to;
         }
     } else {
-        let values = chunks * D::SCALES;
+        let values = chunks * LANES;
         let mut expanded = scratch::take(R * values);
         let scales = |rows: [usize; R]| {
             for (r, expanded) in rows.into_iter().zip(expanded.chunks_mut(values.max(1))) {
                 // SAFETY: the caller's promise.
-                unsafe { scales::expand::<S>(w, r, 0..chunks, D::SCALES, expanded) };
+                unsafe { scales::expand::<S>(w, r, 0..chunks, expanded) };
             }
-            from_fn(|i| expanded[i * values..].as_ptr())
+            from_fn(|i| expanded[i * values..].as_ptr().cast())
         };
         // SAFETY: the caller's promise; a row of expanded scales for each stored row.
         unsafe { product.run::<S, STEPS, R, true>(n, scales, out) }
@@ -105,7 +107,7 @@ impl<D, const M: usize> Product<'_, D, M> {
     unsafe fn run<S, const STEPS: usize, const R: usize, const SCALED: bool>(
         &self,
         n: Range<usize>,
-        mut scales: impl FnMut([usize; R]) -> [*const f32; R],
+        mut scales: impl FnMut([usize; R]) -> [*const u8; R],
         out: &mut [f32],
     ) where
         S: Simd,

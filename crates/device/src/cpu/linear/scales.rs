@@ -1,14 +1,44 @@
 //! Scales as the kernels read them, and rows that end inside a chunk.
 
+use super::Magnitudes;
 use super::simd::Simd;
 use crate::cpu::lanes::{self, LANES};
-use crate::formats::ue8m0;
+use crate::formats::{e2m1, ue8m0};
 use crate::tensor::{Format, StoredMatrix};
 use std::ops::Range;
 
-/// The scales of chunks `chunks` of row `r`: one a chunk of 32 columns (`per_chunk` 1), or one a lane
-/// of a chunk of 64 columns (`per_chunk` 16), where lanes 0 to 7 hold the first 32 columns. A group
-/// that the row does not reach has scale 1.
+/// The values of the 16 codes of E2M1 times a scale, for each scale byte: half of a first cache if
+/// all scales occurred, but few do.
+#[repr(align(64))]
+struct ScaledE2m1([[f32; LANES]; 256]);
+
+static SCALED_E2M1: ScaledE2m1 = {
+    let mut table = [[0.0; LANES]; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        let scale = match byte {
+            0 => f32::from_bits(0x0040_0000),
+            255 => f32::NAN,
+            _ => f32::from_bits((byte as u32) << 23),
+        };
+        let mut code = 0;
+        while code < LANES {
+            table[byte][code] = e2m1::VALUES[code] * scale;
+            code += 1;
+        }
+        byte += 1;
+    }
+    ScaledE2m1(table)
+};
+
+/// The values of the codes of E2M1 times the scale that a byte stands for; starts at a cache line.
+#[inline(always)]
+pub(super) fn scaled_e2m1(byte: u8) -> &'static [f32; LANES] {
+    &SCALED_E2M1.0[usize::from(byte)]
+}
+
+/// The scales of chunks `chunks` of row `r`: an f32 for each lane of a chunk of 64 columns, where
+/// lanes 0 to 7 hold the first 32 columns. A group that the row does not reach has scale 1.
 ///
 /// # Safety
 /// The processor has the instruction set.
@@ -17,21 +47,14 @@ pub(super) unsafe fn expand<S: Simd>(
     w: &StoredMatrix,
     r: usize,
     chunks: Range<usize>,
-    per_chunk: usize,
     out: &mut [f32],
 ) {
     let bytes = w.row_scales(r);
-    if per_chunk == 1 {
-        for (byte, out) in bytes[chunks].iter().zip(out) {
-            *out = ue8m0::decode(*byte);
-        }
-    } else if per_chunk == LANES {
-        let bytes = &bytes[2 * chunks.start..bytes.len().min(2 * chunks.end)];
-        for (bytes, out) in bytes.chunks(2).zip(out.as_chunks_mut::<LANES>().0) {
-            let second = bytes.get(1).map_or(1.0, |byte| ue8m0::decode(*byte));
-            // SAFETY: `out` is 16 values; the caller has the instruction set.
-            unsafe { S::store(out.as_mut_ptr(), S::halves(ue8m0::decode(bytes[0]), second)) };
-        }
+    let bytes = &bytes[2 * chunks.start..bytes.len().min(2 * chunks.end)];
+    for (bytes, out) in bytes.chunks(2).zip(out.as_chunks_mut::<LANES>().0) {
+        let second = bytes.get(1).map_or(1.0, |byte| ue8m0::decode(*byte));
+        // SAFETY: `out` is 16 values; the caller has the instruction set.
+        unsafe { S::store(out.as_mut_ptr(), S::halves(ue8m0::decode(bytes[0]), second)) };
     }
 }
 
@@ -41,29 +64,14 @@ pub(super) fn are_moderate(bytes: &[u8]) -> bool {
     bytes.iter().fold(true, |good, byte| good & (14..=240).contains(byte))
 }
 
-/// The least magnitude but 0, less one, and the largest: bits of f32.
-pub(super) type Magnitudes = (u32, u32);
-
-/// Magnitudes of no values.
-pub(super) const NONE: Magnitudes = (u32::MAX, 0);
-
-/// Those of `x` and the values before.
-#[inline(always)]
-pub(super) fn magnitudes(x: &[f32], before: Magnitudes) -> Magnitudes {
-    x.iter().fold(before, |(least, largest), x| {
-        let bits = x.to_bits() & 0x7FFF_FFFF;
-        (least.min(bits.wrapping_sub(1)), largest.max(bits))
-    })
-}
-
 /// Whether the products of values of these magnitudes and any of these scales are exact: values and
 /// products are 0 or normal numbers.
 #[inline(always)]
-pub(super) fn are_exact(bytes: &[u8], (least, largest): Magnitudes) -> bool {
+pub(super) fn are_exact(bytes: &[u8], Magnitudes { least, largest }: Magnitudes) -> bool {
     const BIAS: u32 = 127;
     let low = bytes.iter().fold(u8::MAX, |low, byte| low.min(*byte));
     let high = bytes.iter().fold(0, |high, byte| high.max(*byte));
-    let [smallest, biggest] = [least.wrapping_add(1), largest].map(|bits| bits >> 23);
+    let [smallest, biggest] = [least, largest].map(|bits| bits >> 23);
     let normal = smallest >= 1 && biggest <= 254;
     let stay = smallest + u32::from(low) > BIAS && biggest + u32::from(high) <= 254 + BIAS;
     largest == 0 || normal && stay

@@ -4,6 +4,8 @@ use crate::cpu::lanes::LANES;
 
 /// Most activation rows of a register tile.
 pub(super) const MAX_MR: usize = 6;
+/// Most weight rows of one.
+pub(super) const MAX_NR: usize = 4;
 
 /// Sixteen lanes of f32 in registers. Every method needs a processor that has the instruction set,
 /// and is inlined into a function that enables it.
@@ -27,10 +29,9 @@ pub(super) trait Simd: Copy {
     unsafe fn halves(a: f32, b: f32) -> Self::V;
     /// Activation rows of a register tile, at most [`MAX_MR`].
     const MR: usize;
-    /// Weight rows of a register tile.
+    /// Weight rows of a register tile, at most [`MAX_NR`].
     const NR: usize;
-    /// [`tile`] for the first `count` (1 to `MR`) activation rows and `NR` weight rows that follow
-    /// each other at `w`.
+    /// [`tile`] for the first `count` (1 to `MR`) activation rows and `NR` weight rows.
     unsafe fn tile(
         count: usize,
         x: &[*const f32; MAX_MR],
@@ -41,18 +42,36 @@ pub(super) trait Simd: Copy {
     );
     /// The lanes added by halves, as [`lanes::tree`](crate::cpu::lanes::tree) does.
     unsafe fn tree(v: Self::V) -> f32;
+
+    /// The same for 16 vectors: `NR` at `acc`, as many `stride` values later, and so on.
+    #[inline(always)]
+    unsafe fn trees(acc: *const f32, stride: usize) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        for (j, out) in out.iter_mut().enumerate() {
+            // SAFETY: the caller's pointer covers the vectors, and the processor has the instruction
+            // set.
+            unsafe {
+                let v = Self::load(acc.add(j / Self::NR * stride + j % Self::NR * LANES));
+                *out = Self::tree(v);
+            }
+        }
+        out
+    }
 }
+
+/// Bytes of the scales of a chunk where each lane has one of its own, an f32.
+pub(super) const EXPANDED: usize = LANES * size_of::<f32>();
 
 /// How a chunk of a stored row becomes weights in lane order: `STEPS` times 16.
 pub(super) trait Decode<S: Simd, const STEPS: usize>: Copy {
     /// Stored bytes of a chunk.
     const BYTES: usize;
-    /// Expanded scales of a chunk.
+    /// Bytes of scales of a chunk: none, one as it is stored, or [`EXPANDED`].
     const SCALES: usize;
 
     /// The dequantized weights of the chunk at `codes`. Reads `BYTES` bytes there and `SCALES`
-    /// values at `scale`.
-    unsafe fn weights(self, codes: *const u8, scale: *const f32) -> [S::V; STEPS];
+    /// bytes at `scale`.
+    unsafe fn weights(self, codes: *const u8, scale: *const u8) -> [S::V; STEPS];
     /// The same with all scales 1.
     unsafe fn codes(self, codes: *const u8) -> [S::V; STEPS];
 }
@@ -80,7 +99,7 @@ pub(super) unsafe fn dots<
     decode: D,
     x: [*const f32; M],
     rows: [*const u8; R],
-    scales: [*const f32; R],
+    scales: [*const u8; R],
     chunks: usize,
     tail: Option<[*const u8; R]>,
     ahead: usize,
@@ -127,7 +146,7 @@ unsafe fn step<S, D, const STEPS: usize, const M: usize, const R: usize, const S
     decode: D,
     x: [*const f32; M],
     codes: [*const u8; R],
-    scales: [*const f32; R],
+    scales: [*const u8; R],
     c: usize,
     acc: &mut [[S::V; M]; R],
 ) where
@@ -153,7 +172,7 @@ unsafe fn step<S, D, const STEPS: usize, const M: usize, const R: usize, const S
 }
 
 /// Adds `steps` steps of `MR` activation rows times `NR` weight rows, all f32 in lane order, to the
-/// lanes at `acc` (`[MR, NR, 16]`); from zero if `first`. Weight rows follow each other at `w`.
+/// lanes at `acc` (`[MR, NR, 16]`); from zero if `first`. Weights are `[steps, NR, 16]` at `w`.
 #[inline(always)]
 pub(super) unsafe fn tile<S: Simd, const MR: usize, const NR: usize>(
     x: &[*const f32; MAX_MR],
@@ -176,7 +195,7 @@ pub(super) unsafe fn tile<S: Simd, const MR: usize, const NR: usize>(
         for s in 0..steps {
             let mut ws = [S::zero(); NR];
             for n in 0..NR {
-                ws[n] = S::load(w.add((n * steps + s) * LANES));
+                ws[n] = S::load(w.add((s * NR + n) * LANES));
             }
             for m in 0..MR {
                 let x = S::load(x[m].add(s * LANES));
