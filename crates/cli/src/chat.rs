@@ -15,6 +15,7 @@ use deepinfer::request::{Event, FinishReason, Request};
 use interrupt::Interrupt;
 use prompt::{Line, Prompt};
 use serde::Serialize;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
@@ -64,13 +65,13 @@ pub fn run(args: &Chat) -> Outcome {
     talk.reset();
     let mut prompt = Prompt::new()?;
     if prompt.is_terminal() {
-        println!("/help shows the commands");
+        writeln!(std::io::stdout(), "/help shows the commands")?;
     }
     while let Some(line) = prompt.read()? {
         match line {
             Line::Text(text) => talk.answer(&text)?,
             Line::Command { name, rest } => {
-                if !talk.command(&name, &rest) {
+                if !talk.command(&name, &rest)? {
                     break;
                 }
             }
@@ -96,30 +97,31 @@ impl Talk<'_> {
     }
 
     /// Carries out a command. Returns whether the talk goes on.
-    fn command(&mut self, name: &str, rest: &str) -> bool {
+    fn command(&mut self, name: &str, rest: &str) -> std::io::Result<bool> {
+        let mut out = std::io::stdout();
         match (name, rest) {
-            ("quit" | "exit", _) => return false,
-            ("help", _) => println!("{HELP}"),
+            ("quit" | "exit", _) => return Ok(false),
+            ("help", _) => writeln!(out, "{HELP}")?,
             ("reset", _) => {
                 self.reset();
-                println!("forgotten");
+                writeln!(out, "forgotten")?;
             }
-            ("effort", "") => println!("effort {}", self.effort),
+            ("effort", "") => writeln!(out, "effort {}", self.effort)?,
             ("effort", text) => match parse_effort(text) {
                 Ok(effort) => {
                     self.effort = effort;
-                    println!("effort {effort}");
+                    writeln!(out, "effort {effort}")?;
                 }
-                Err(error) => eprintln!("{error}"),
+                Err(error) => tell!("{error}"),
             },
-            ("save", "") => eprintln!("/save needs a file name"),
+            ("save", "") => tell!("/save needs a file name"),
             ("save", file) => match self.save(Path::new(file)) {
-                Ok(()) => println!("saved to {file}"),
-                Err(error) => eprintln!("{error:#}"),
+                Ok(()) => writeln!(out, "saved to {file}")?,
+                Err(error) => tell!("{error:#}"),
             },
-            (other, _) => eprintln!("there is no /{other}; /help shows the commands"),
+            (other, _) => tell!("there is no /{other}; /help shows the commands"),
         }
-        true
+        Ok(true)
     }
 
     fn save(&self, file: &Path) -> anyhow::Result<()> {
@@ -151,7 +153,7 @@ impl Talk<'_> {
             Ok(handle) => handle,
             // The fault is this turn's: the talk goes on without it.
             Err(error) => {
-                eprintln!("{error}; /reset starts again");
+                tell!("{error}; /reset starts again");
                 self.turns.pop();
                 return Ok(());
             }
@@ -168,7 +170,7 @@ impl Talk<'_> {
         })?;
         printer.end()?;
         if completion.reason == Some(FinishReason::Length) {
-            eprintln!("(cut off: the sequence is full, or --max-tokens was reached)");
+            tell!("(cut off: the sequence is full, or --max-tokens was reached)");
         }
         let thinks = self.effort.thinks();
         let (thinking, answer) =
@@ -176,7 +178,7 @@ impl Talk<'_> {
         let thinking = thinking.filter(|t| !t.is_empty());
         let content = answer.trim_start().to_owned();
         if completion.reason == Some(FinishReason::Aborted) {
-            eprintln!("(stopped)");
+            tell!("(stopped)");
             if content.is_empty() {
                 // Nothing was said that the talk could go on from.
                 self.turns.pop();

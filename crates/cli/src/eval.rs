@@ -11,11 +11,13 @@ use crate::{conversation, demo, engine, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode};
+use deepinfer::plan_memory::MemoryPlan;
 use deepinfer::request::{Request, SamplingParams};
 use deepinfer::tokenizer::Tokenizer;
 use deepinfer_device::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::num::NonZeroUsize;
 use tasks::{Item, Score};
 
@@ -38,7 +40,7 @@ struct Report {
     /// How many tokens that is the mean of.
     nll_tokens: usize,
     /// Tasks that were not run, and why.
-    not_run: BTreeMap<String, &'static str>,
+    not_run: BTreeMap<String, String>,
 }
 
 #[derive(Serialize)]
@@ -70,7 +72,7 @@ pub fn run(args: &Eval) -> Outcome {
     items.retain(|item| {
         let image = item.has_image();
         if image {
-            not_run.insert(item.task.clone(), "images are not supported yet");
+            not_run.insert(item.task.clone(), "images are not supported yet".to_owned());
         }
         !image
     });
@@ -78,40 +80,63 @@ pub fn run(args: &Eval) -> Outcome {
         return Err(Failure::Usage("there is no task to run".into()));
     }
     let defaults = EngineConfig::default();
+    let prefill = args.prefill.as_deref().map_or(Ok(PrefillMode::default()), engine::setting)?;
+    if args.keep_tokens.is_some() && !matches!(prefill, PrefillMode::Compact | PrefillMode::Mask) {
+        return Err(Failure::Usage(format!(
+            "--keep-tokens has no meaning with --prefill {}; give compact or mask",
+            prefill.name()
+        )));
+    }
     let config = EngineConfig {
         cache_format: args.run.kv.into(),
         device: args.run.device,
         threads: args.run.threads.map(NonZeroUsize::get),
         draft: DraftMode::Off,
         kv_tokens: 1 << 17,
-        prefill: args.prefill.as_deref().map_or(Ok(PrefillMode::default()), engine::setting)?,
+        prefill,
         keep_tokens: args.keep_tokens.map_or(defaults.keep_tokens, NonZeroUsize::get),
         ..defaults
     };
     let engine = engine::start(&args.model, &config)?;
     let tokenizer = engine::tokenizer(&engine)?;
     let template = ChatTemplate::new(tokenizer)?;
+    let longest = MemoryPlan::new(&open::checkpoint(&args.model)?, &config)?.longest_sequence;
+    let (mut prompts, mut too_long) = (Vec::new(), BTreeMap::new());
+    for item in items {
+        let prompt = prompt(&template, &item).with_context(|| format!("task {}", item.id))?;
+        let wanted = prompt.len().saturating_add(item.max_tokens);
+        if wanted > longest {
+            too_long.entry(item.task.clone()).or_insert_with(|| {
+                format!("{} wants {wanted} tokens; the model has {longest}", item.id)
+            });
+        }
+        prompts.push((item, prompt));
+    }
+    // The rest of a task would be another one.
+    prompts.retain(|(item, _)| !too_long.contains_key(&item.task));
+    not_run.extend(too_long);
+    if prompts.is_empty() {
+        let reasons = not_run.iter().map(|(task, reason)| format!("{task}: {reason}"));
+        let reasons = reasons.collect::<Vec<_>>().join("; ");
+        return Err(Failure::Usage(format!("there is no task that can be run: {reasons}")));
+    }
     let mut requests = Vec::new();
-    for item in &items {
-        let prompt = prompt(&template, item).with_context(|| format!("task {}", item.id))?;
+    for (item, prompt) in &prompts {
         let params =
             SamplingParams { max_tokens: Some(item.max_tokens), ..SamplingParams::greedy() };
-        requests.push(Request::tokens(prompt, params));
+        requests.push(Request::tokens(prompt.clone(), params));
     }
-    let prompts: Vec<_> = requests.iter().map(|r| r.prompt.clone()).collect();
-    let bar = open::bar("evaluating", items.len());
+    let bar = open::bar("evaluating", prompts.len());
     let results = engine.generate(requests, |p| bar.set_position(p.done as u64));
     bar.finish_and_clear();
     let mut scores: BTreeMap<String, (usize, usize)> = BTreeMap::new();
     let (mut texts, mut fixed) = (Vec::new(), Vec::new());
-    for ((item, result), prompt) in items.iter().zip(results).zip(prompts) {
+    for ((item, prompt), result) in prompts.iter().zip(results) {
         let completion = result.with_context(|| format!("task {}", item.id))?;
         let ids = completion.ids();
-        if let deepinfer::request::Prompt::Tokens(prompt) = prompt {
-            fixed.extend(likelihood::text(tokenizer, item, &prompt)?);
-            if item.draws_text() {
-                texts.push((prompt, ids.clone()));
-            }
+        fixed.extend(likelihood::text(tokenizer, item, prompt)?);
+        if item.draws_text() {
+            texts.push((prompt.clone(), ids.clone()));
         }
         if item.score == Score::None {
             continue;
@@ -222,6 +247,7 @@ fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32], text: &str) -> bool
 }
 
 fn print(report: &Report) -> std::io::Result<()> {
+    let mut out = std::io::stdout();
     let head = ["task", "n", "correct", "accuracy"].map(str::to_owned).to_vec();
     let mut rows = vec![head];
     for t in &report.tasks {
@@ -230,16 +256,17 @@ fn print(report: &Report) -> std::io::Result<()> {
     }
     text::table(&rows)?;
     if let (Some(accepted), Some(error)) = (report.mean_accepted, report.confidence_error) {
-        println!("\ndrafts accepted a block: {accepted:.2}; confidence error: {error:.3}");
+        writeln!(out, "\ndrafts accepted a block: {accepted:.2}; confidence error: {error:.3}")?;
     }
     if let Some(nll) = report.nll {
-        println!(
+        writeln!(
+            out,
             "negative log likelihood of {} tokens of answers: {nll:.5} nats each",
             report.nll_tokens
-        );
+        )?;
     }
     for (task, reason) in &report.not_run {
-        println!("{task}: not run, {reason}");
+        writeln!(out, "{task}: not run, {reason}")?;
     }
     Ok(())
 }

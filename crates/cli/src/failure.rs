@@ -20,11 +20,11 @@ impl Failure {
     pub fn report(self) -> ExitCode {
         match self {
             Failure::Usage(message) => {
-                eprintln!("error: {message}");
+                tell!("error: {message}");
                 ExitCode::from(2)
             }
             Failure::Error(error) => {
-                eprintln!("error: {}", describe(&error));
+                tell!("error: {}", describe(&error));
                 ExitCode::FAILURE
             }
             Failure::Check => ExitCode::FAILURE,

@@ -2,34 +2,29 @@
 
 use crate::args::FormArgs;
 use crate::failure::{Failure, Outcome};
+use crate::files;
 use anyhow::Context;
 use deepinfer::chat::{self, ToolDefinition};
 use deepinfer::grammar::{GrammarSpec, Tool, ToolCalls, ToolChoice, Trigger};
 use deepinfer::request::{Constraint, ThinkingBudget};
 use deepinfer::tokenizer::Tokenizer;
-use std::path::Path;
 use std::sync::Arc;
 
 /// The grammar that was asked for.
 pub fn grammar(args: &FormArgs) -> Outcome<Option<GrammarSpec>> {
     if let Some(path) = &args.json_schema {
-        let schema = serde_json::from_str(&read(path)?)
+        let schema = serde_json::from_str(&files::text(path)?)
             .map_err(|e| Failure::Usage(format!("--json-schema {}: {e}", path.display())))?;
         return Ok(Some(GrammarSpec::JsonSchema(schema)));
     }
     if let Some(path) = &args.grammar {
-        return Ok(Some(GrammarSpec::Lark(read(path)?)));
+        return Ok(Some(GrammarSpec::Lark(files::text(path)?)));
     }
     if args.json_object {
         return Ok(Some(GrammarSpec::JsonObject));
     }
     let regex = args.regex.clone().map(GrammarSpec::Regex);
     Ok(regex.or_else(|| args.choice.clone().map(GrammarSpec::Choice)))
-}
-
-fn read(path: &Path) -> Outcome<String> {
-    let text = std::fs::read_to_string(path);
-    Ok(text.with_context(|| format!("cannot read {}", path.display()))?)
 }
 
 /// The rule that an answer has this form, after the thinking if there is any.

@@ -3,13 +3,13 @@
 use crate::args::Generate;
 use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
-use crate::{engine, form, open, speech, text};
+use crate::{engine, files, form, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::engine::Engine;
 use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, Event, Request, RequestHandle, TokenLogprobs};
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Write};
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ pub fn run(args: &Generate) -> Outcome {
         let mut speech = args.chat.then(|| Speech::new(tokenizer, effort.thinks()));
         let mut printer = Printer::new(!args.json);
         if handles.len() > 1 && !args.json {
-            println!("{}--- {}", if i > 0 { "\n" } else { "" }, i + 1);
+            writeln!(std::io::stdout(), "{}--- {}", if i > 0 { "\n" } else { "" }, i + 1)?;
         }
         let (completion, first) =
             follow(&engine, handle, prompt_tokens, &|| false, &mut |event| {
@@ -150,15 +150,7 @@ fn drafts_by_position(metrics: &Metrics) -> Vec<serde_json::Value> {
 fn input(args: &Generate) -> Outcome<Input> {
     match (&args.prompt, &args.prompt_file, &args.token_ids) {
         (Some(text), _, _) => Ok(Input::Text(text.clone())),
-        (_, Some(path), _) if path.as_os_str() == "-" => {
-            let mut text = String::new();
-            std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
-            Ok(Input::Text(text))
-        }
-        (_, Some(path), _) => {
-            let text = std::fs::read_to_string(path);
-            Ok(Input::Text(text.with_context(|| format!("cannot read {}", path.display()))?))
-        }
+        (_, Some(path), _) => Ok(Input::Text(files::text(path)?)),
         (_, _, Some(_)) if args.chat => {
             Err(Failure::Usage("--chat needs text; --token-ids are taken as they are".into()))
         }
@@ -228,7 +220,7 @@ impl Printer {
         if self.on && !self.in_thinking && !text.is_empty() {
             self.in_thinking = true;
             if self.colour {
-                print!("\x1b[2m");
+                write!(std::io::stdout(), "\x1b[2m")?;
             }
         }
         self.write(text)
@@ -239,24 +231,27 @@ impl Printer {
         if text.is_empty() {
             return Ok(());
         }
-        self.leave_thinking();
+        self.leave_thinking()?;
         self.write(text)
     }
 
     /// The end of the turn.
     pub fn end(&mut self) -> std::io::Result<()> {
-        self.leave_thinking();
+        self.leave_thinking()?;
+        let mut out = std::io::stdout();
         if self.on && !self.fresh {
-            println!();
+            writeln!(out)?;
         }
         self.fresh = true;
-        std::io::stdout().flush()
+        out.flush()
     }
 
-    fn leave_thinking(&mut self) {
-        if std::mem::take(&mut self.in_thinking) {
-            print!("{}", if self.colour { "\x1b[0m\n\n" } else { "\n\n" });
+    fn leave_thinking(&mut self) -> std::io::Result<()> {
+        if !std::mem::take(&mut self.in_thinking) {
+            return Ok(());
         }
+        let end = if self.colour { "\x1b[0m\n\n" } else { "\n\n" };
+        std::io::stdout().write_all(end.as_bytes())
     }
 
     fn write(&mut self, text: &str) -> std::io::Result<()> {

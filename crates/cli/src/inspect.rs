@@ -10,6 +10,7 @@ use deepinfer::engine::{EngineConfig, EngineError};
 use deepinfer::plan_memory::MemoryPlan;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::io::Write;
 
 /// What is in a checkpoint.
 #[derive(Serialize)]
@@ -171,21 +172,24 @@ fn kind(config: &ModelConfig, layer: usize) -> String {
 }
 
 fn print(c: &Contents) -> std::io::Result<()> {
-    println!("{}", c.place);
-    println!(
+    let mut out = std::io::stdout();
+    writeln!(out, "{}", c.place)?;
+    writeln!(
+        out,
         "{} layers, {} draft stages, hidden size {}, vocabulary {}, sequences up to {} tokens",
         c.layers,
         c.draft_stages,
         c.hidden_size,
         text::count(c.vocabulary as u64),
         text::count(c.longest_sequence as u64)
-    );
-    println!(
+    )?;
+    writeln!(
+        out,
         "{} tensors in {} files, {}\n",
         text::count(c.tensors as u64),
         c.shards,
         text::bytes(c.bytes)
-    );
+    )?;
     let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / (c.bytes.max(1)) as f64);
     let head = |cells: &[&str]| cells.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
     let mut rows = vec![head(&["part", "tensors", "bytes", "share"])];
@@ -198,14 +202,14 @@ fn print(c: &Contents) -> std::io::Result<()> {
         ]);
     }
     text::table(&rows)?;
-    println!();
+    writeln!(out)?;
     let mut rows = vec![head(&["layer", "bytes", "share", ""])];
     for l in &c.per_layer {
         let name = if l.draft_stage { format!("draft {}", l.layer) } else { l.layer.to_string() };
         rows.push(vec![name, text::bytes(l.bytes), share(l.bytes), l.kind.clone()]);
     }
     text::table(&rows)?;
-    println!();
+    writeln!(out)?;
     let mut rows = vec![head(&["caches", "bytes a token", "bytes a sequence"])];
     for k in &c.caches {
         let token = format!("{:.1}", k.bytes_per_token);
@@ -213,7 +217,7 @@ fn print(c: &Contents) -> std::io::Result<()> {
     }
     text::table(&rows)?;
     if let Some(list) = &c.list {
-        println!();
+        writeln!(out)?;
         let mut rows = vec![head(&["tensor", "type", "shape", "bytes", "file"])];
         for t in list {
             let shape = format!("{:?}", t.shape);

@@ -92,7 +92,7 @@ pub fn before_serving(choice: DeviceChoice) -> Outcome {
     let cases = cases?;
     let failed: Vec<&Case> = cases.iter().filter(|case| case.failure.is_some()).collect();
     for case in &failed {
-        eprintln!("{}", describe(case));
+        tell!("{}", describe(case));
     }
     if !failed.is_empty() {
         let (failed, all) = (failed.len(), cases.len());

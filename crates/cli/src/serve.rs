@@ -2,17 +2,22 @@
 
 use crate::args::{EngineArgs, ModelArgs, RunArgs};
 use crate::failure::{Failure, Outcome};
-use crate::{engine, selftest};
+use crate::{engine, files, selftest};
 use anyhow::Context;
+use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{Args, ValueEnum};
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::tokenizer::Tokenizer;
 use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, Tls, Traces, serve};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
+
+/// Longest time that can be set, in seconds: longer ones could overflow clocks.
+const YEAR: u64 = 366 * 24 * 3600;
 
 /// Arguments of `serve`.
 #[derive(Debug, Args)]
@@ -26,7 +31,7 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
     /// Name that requests call the model by; may be given several times
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     pub served_model_name: Vec<String>,
     /// File of API keys, one a line: KEY [name=NAME] [concurrency=N] [tokens_per_minute=N]
     /// [queue_share=PART]
@@ -36,29 +41,30 @@ pub struct ServeArgs {
     #[arg(long, value_name = "EFFORT", default_value = "high")]
     pub default_effort: String,
     /// Largest body, in bytes
-    #[arg(long, value_name = "BYTES", default_value_t = 32 << 20)]
+    #[arg(long, value_name = "BYTES", default_value_t = 32 << 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub max_body: usize,
     /// Longest time for a request to arrive, in seconds
-    #[arg(long, value_name = "S", default_value_t = 30)]
+    #[arg(long, value_name = "S", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=YEAR))]
     pub read_timeout: u64,
     /// Longest time that a client reads nothing of what is sent to it, in seconds; then its request
     /// ends
-    #[arg(long, value_name = "S", default_value_t = 60)]
+    #[arg(long, value_name = "S", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=YEAR))]
     pub write_timeout: u64,
     /// Most requests that wait; more get 429
-    #[arg(long, value_name = "N", default_value_t = 4096)]
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub max_queued_requests: usize,
     /// Most prompt tokens that wait; more get 429
-    #[arg(long, value_name = "N", default_value_t = 16 << 20)]
+    #[arg(long, value_name = "N", default_value_t = 16 << 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub max_queued_tokens: usize,
     /// Longest time that a request waits, in seconds, before it gets 429; 0: for ever
-    #[arg(long, value_name = "S", default_value_t = 0)]
+    #[arg(long, value_name = "S", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=YEAR))]
     pub max_wait: u64,
     /// Longest time without a step of the engine before it counts as dead, in seconds; 0: for ever
-    #[arg(long, value_name = "S", default_value_t = 25)]
+    #[arg(long, value_name = "S", default_value_t = 25, value_parser = clap::value_parser!(u64).range(..=YEAR))]
     pub stall_limit: u64,
-    /// Longest time for running requests to end after the first signal, in seconds
-    #[arg(long, value_name = "S", default_value_t = 60)]
+    /// Longest time for running requests to end after the first signal, in seconds; 0: they
+    /// are given up at once
+    #[arg(long, value_name = "S", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=YEAR))]
     pub drain_limit: u64,
     /// JSON file with a known answer that makes the server ready: {"prompt": [ids], "tokens": [ids]}
     #[arg(long, value_name = "FILE")]
@@ -123,7 +129,12 @@ pub fn run(args: &ServeArgs) -> Outcome {
             .with_context(|| format!("cannot listen on {}:{}", args.host, args.port))?;
         let address = listener.local_addr()?;
         // Whoever started this reads the address here.
-        println!("serving {} on {scheme}://{address}", app.config.model_names.join(", "));
+        let names = app.config.model_names.join(", ");
+        match writeln!(std::io::stdout(), "serving {names} on {scheme}://{address}") {
+            // Clients may know the address without it.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
+            told => told.context("cannot tell the address")?,
+        }
         serve(app.clone(), listener).await.map_err(anyhow::Error::from)
     });
     if let Some(traces) = traces {
@@ -187,8 +198,8 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
         keys,
         default_effort,
         max_body: args.max_body,
-        read_timeout: Duration::from_secs(args.read_timeout.max(1)),
-        write_timeout: Duration::from_secs(args.write_timeout.max(1)),
+        read_timeout: Duration::from_secs(args.read_timeout),
+        write_timeout: Duration::from_secs(args.write_timeout),
         stall_limit: Some(args.stall_limit).filter(|&s| s > 0).map(Duration::from_secs),
         drain_limit: Duration::from_secs(args.drain_limit),
         self_test,
@@ -198,6 +209,5 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
 }
 
 fn read(file: &Path, option: &str) -> Outcome<String> {
-    std::fs::read_to_string(file)
-        .map_err(|error| Failure::Usage(format!("{option} {}: {error}", file.display())))
+    files::text(file).map_err(|error| Failure::Usage(format!("{option}: {error:#}")))
 }

@@ -5,6 +5,7 @@ use crate::failure::{Failure, Outcome};
 use crate::{open, text};
 use anyhow::Context;
 use deepinfer::synth::{Options, SynthError, write};
+use std::io::Write;
 
 /// Writes a random checkpoint.
 pub fn run(args: &Synth) -> Outcome {
@@ -27,12 +28,14 @@ pub fn run(args: &Synth) -> Outcome {
         other => other.with_context(|| format!("cannot write {}", args.out.display()))?,
     };
     bar.finish_and_clear();
-    println!(
+    let mut out = std::io::stdout();
+    writeln!(
+        out,
         "{}: {} tensors in {} files, {}",
         args.out.display(),
         text::count(summary.tensors as u64),
         summary.shards,
         text::bytes(summary.bytes)
-    );
+    )?;
     Ok(())
 }

@@ -63,9 +63,8 @@ pub fn table(rows: &[Vec<String>]) -> std::io::Result<()> {
 
 /// Prints one JSON value.
 pub fn json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    serde_json::to_writer_pretty(&mut out, value)?;
-    writeln!(out)?;
+    let text = serde_json::to_string_pretty(value)?;
+    writeln!(std::io::stdout(), "{text}")?;
     Ok(())
 }
 

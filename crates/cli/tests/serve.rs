@@ -176,12 +176,24 @@ fn an_engine_that_fails_its_test_ends_the_process() {
 
 #[test]
 fn settings_that_cannot_be_are_refused_at_once() {
+    const HUGE: &str = "18446744073709551615";
     let missing = tiny().join("nowhere.pem").display().to_string();
     for (args, wanted) in [
         (&["--tls-cert", &missing, "--tls-key", &missing][..], "nowhere.pem"),
         (&["--tls-cert", &missing], "--tls-key"),
         (&["--otlp-endpoint", "https://x"], "http://HOST"),
         (&["--api-key-file", &missing], "nowhere.pem"),
+        (&["--max-body", "0"], "--max-body"),
+        (&["--max-queued-requests", "0"], "--max-queued-requests"),
+        (&["--max-queued-tokens", "0"], "--max-queued-tokens"),
+        (&["--read-timeout", "0"], "--read-timeout"),
+        (&["--read-timeout", HUGE], "--read-timeout"),
+        (&["--write-timeout", "0"], "--write-timeout"),
+        (&["--write-timeout", HUGE], "--write-timeout"),
+        (&["--max-wait", HUGE], "--max-wait"),
+        (&["--stall-limit", HUGE], "--stall-limit"),
+        (&["--drain-limit", HUGE], "--drain-limit"),
+        (&["--served-model-name", ""], "--served-model-name"),
     ] {
         let output = output(&mut command(args));
         let error = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -6,25 +6,29 @@ use deepinfer::request::{Completion, FinishReason};
 use deepinfer::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
-/// A request that was served.
-pub fn done(id: &str, body: Value) -> Value {
-    json!({
-        "id": format!("batch_req_{id}"),
-        "custom_id": id,
-        "response": { "status_code": 200, "request_id": id, "body": body },
-        "error": null,
-    })
+/// What every line begins with.
+const START: &str = "{\"id\":\"batch_req_";
+
+/// Whether a line that was cut off is one of these.
+pub fn begins(half: &[u8]) -> bool {
+    half.starts_with(START.as_bytes()) || START.as_bytes().starts_with(half)
 }
 
-/// A request that was not.
-pub fn refused(id: &str, reason: &str) -> Value {
+fn line(id: &str, response: &Value, error: &Value) -> String {
+    let (name, id) = (json!(format!("batch_req_{id}")), json!(id));
+    format!("{{\"id\":{name},\"custom_id\":{id},\"response\":{response},\"error\":{error}}}\n")
+}
+
+/// The line of a request that was served.
+pub fn done(id: &str, body: Value) -> String {
+    line(id, &json!({ "status_code": 200, "request_id": id, "body": body }), &Value::Null)
+}
+
+/// The line of a request that was not.
+pub fn refused(id: &str, reason: &str) -> String {
     let error = json!({ "message": reason, "type": "invalid_request_error" });
-    json!({
-        "id": format!("batch_req_{id}"),
-        "custom_id": id,
-        "response": { "status_code": 400, "request_id": id, "body": { "error": error } },
-        "error": { "code": "invalid_request", "message": reason },
-    })
+    let response = json!({ "status_code": 400, "request_id": id, "body": { "error": error } });
+    line(id, &response, &json!({ "code": "invalid_request", "message": reason }))
 }
 
 /// The body of an answer.
@@ -92,4 +96,23 @@ fn message(
     });
     message["tool_calls"] = calls.collect();
     (message, true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_json_and_known_by_their_beginning() {
+        for line in [done("a\"\n", json!({"x": 1})), refused("a\"\n", "why")] {
+            let value: Value = serde_json::from_str(&line).expect("it is JSON");
+            assert_eq!(value["custom_id"], "a\"\n");
+            assert_eq!(value.as_object().map(serde_json::Map::len), Some(4));
+            assert_eq!(line.matches('\n').count(), 1);
+            for end in 0..line.len() {
+                assert!(begins(&line.as_bytes()[..end]));
+            }
+        }
+        assert!(!begins(b"{\"custom_id\":"));
+    }
 }

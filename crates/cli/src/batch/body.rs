@@ -224,9 +224,20 @@ fn read<T: serde::de::DeserializeOwned>(body: &Value) -> Result<T, String> {
 }
 
 impl Line {
-    /// Reads a line.
-    pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
-        serde_json::from_str(text)
+    /// Reads a line. What is wrong is said so that it can follow `line 3`.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        match serde_json::from_str(text) {
+            Ok(value @ Value::Object(_)) => {
+                serde_path_to_error::deserialize(value).map_err(|error| {
+                    match error.path().to_string().as_str() {
+                        "." => format!(": {}", error.inner()),
+                        path => format!(": {path}: {}", error.inner()),
+                    }
+                })
+            }
+            Ok(_) => Err(" is no JSON object".into()),
+            Err(error) => Err(format!(" is no JSON object (column {})", error.column())),
+        }
     }
 
     /// What its answer is found by.

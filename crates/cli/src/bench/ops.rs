@@ -6,6 +6,7 @@ use crate::failure::{Failure, Outcome};
 use crate::{open, text};
 use deepinfer_device::bench::{self, Extent, Figures, Measure, Options};
 use deepinfer_device::{Cpu, DeviceChoice};
+use std::io::Write;
 use std::num::NonZeroUsize;
 
 /// Measures and prints.
@@ -110,6 +111,7 @@ fn digits(x: f64) -> String {
 }
 
 fn print(report: &Report) -> std::io::Result<()> {
+    let mut out = std::io::stdout();
     let Limits {
         memory_gigabytes_per_second: memory,
         host_gigabytes_per_second: host,
@@ -117,14 +119,15 @@ fn print(report: &Report) -> std::io::Result<()> {
         launch_microseconds: launch,
     } = &report.limits;
     let host = host.map(|host| format!(", of host memory {} GB/s", digits(host)));
-    println!("{}", report.device);
-    println!(
+    writeln!(out, "{}", report.device)?;
+    writeln!(
+        out,
         "limits: memory read {} GB/s{}, arithmetic {} TFLOP/s, a call {} us",
         digits(*memory),
         host.unwrap_or_default(),
         digits(*teraflops),
         digits(*launch)
-    );
+    )?;
     let head = ["operation", "shape", "us", "GB/s", "TFLOP/s", "bound by", "least us", "share"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(report.rows.iter().map(|row| {
@@ -141,7 +144,7 @@ fn print(report: &Report) -> std::io::Result<()> {
     }));
     text::table(&rows)?;
     for Skipped { operation, shape, reason } in &report.skipped {
-        println!("skipped: {operation} {shape}: {reason}");
+        writeln!(out, "skipped: {operation} {shape}: {reason}")?;
     }
     Ok(())
 }

@@ -3,9 +3,9 @@
 use super::report::{self, Report};
 use crate::args::BenchPlot;
 use crate::failure::{Failure, Outcome};
+use crate::files;
 use anyhow::Context;
 use std::fmt::Write;
-use std::path::Path;
 
 /// Colours of the files, readable on white and for the colour-blind.
 const COLOURS: [&str; 6] = ["#2b6cb0", "#dd8a1f", "#2f855a", "#b83280", "#6b46c1", "#4a5568"];
@@ -26,8 +26,7 @@ pub fn run(args: &BenchPlot) -> Outcome {
         let most = COLOURS.len();
         return Err(Failure::Usage(format!("{} files: at most {most} fit", args.files.len())));
     }
-    let is_input = |path: &Path| path.canonicalize().ok() == args.out.canonicalize().ok();
-    if args.out.exists() && args.files.iter().any(|file| is_input(file)) {
+    if args.files.iter().any(|file| files::are_one(file, &args.out)) {
         let out = args.out.display();
         return Err(Failure::Usage(format!("--out {out} is one of the files to read")));
     }

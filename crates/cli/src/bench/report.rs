@@ -1,6 +1,7 @@
 //! The report of `bench ops`, as it is written and read.
 
 use crate::failure::{Failure, Outcome};
+use crate::files;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -58,7 +59,7 @@ pub struct Skipped {
 /// Reads a report and checks it.
 pub fn read(path: &Path) -> Outcome<Report> {
     let wrong = |what: String| Failure::Usage(format!("{}: {what}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|e| wrong(format!("cannot read it: {e}")))?;
+    let text = files::text(path).map_err(|error| Failure::Usage(format!("{error:#}")))?;
     parse(&text).map_err(wrong)
 }
 

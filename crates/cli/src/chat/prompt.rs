@@ -75,7 +75,7 @@ impl Prompt {
             .map_err(ReadlineError::Io)
             .and_then(|()| self.editor.save_history(&file));
         if let Err(error) = saved {
-            eprintln!("the history was not saved to {}: {error}", file.display());
+            tell!("the history was not saved to {}: {error}", file.display());
         }
     }
 }

@@ -3,23 +3,28 @@
 use super::Report;
 use super::measure::{Case, LayerTime, Mode};
 use crate::text;
-use std::io::Result;
+use std::io::{Result, Write};
 
 /// Tables by mode and context: kinds of layers down, rows across.
 pub fn report(r: &Report, operations: bool) -> Result<()> {
+    let mut out = std::io::stdout();
     let sizes = if r.released { "released sizes" } else { "a small shape" };
-    println!(
+    writeln!(
+        out,
         "{}; {sizes}: {} layers and {} draft stages, hidden {}, {} experts; seed {}",
         r.device, r.layers, r.draft_stages, r.hidden, r.experts, r.seed
-    );
-    println!("memory is read at {:.1} GB/s", r.read_gb_per_s);
+    )?;
+    writeln!(out, "memory is read at {:.1} GB/s", r.read_gb_per_s)?;
     if let Some(m) = &r.memory {
         let [weights, caches, work, free, all] =
             [m.bytes.weights, m.bytes.caches, m.bytes.work, m.free, m.all]
                 .map(|n| text::bytes(n as u64));
-        println!("weights {weights}, caches {caches}, work space {work}; {free} of {all} free");
+        writeln!(
+            out,
+            "weights {weights}, caches {caches}, work space {work}; {free} of {all} free"
+        )?;
     }
-    println!("n-gram tables {}", text::bytes(r.engram_bytes));
+    writeln!(out, "n-gram tables {}", text::bytes(r.engram_bytes))?;
     let mut done: Vec<(Mode, usize)> = Vec::new();
     for case in &r.cases {
         if done.contains(&(case.mode, case.context)) {
@@ -28,13 +33,13 @@ pub fn report(r: &Report, operations: bool) -> Result<()> {
         done.push((case.mode, case.context));
         let same = |other: &&Case| (other.mode, other.context) == (case.mode, case.context);
         let cases: Vec<&Case> = r.cases.iter().filter(same).collect();
-        println!();
-        println!("{}", heading(case));
+        writeln!(out)?;
+        writeln!(out, "{}", heading(case))?;
         text::table(&table(&cases))?;
         if operations {
             for kind in case.layers.iter().filter(|layer| !layer.operations.is_empty()) {
-                println!();
-                println!("{}, by operation, us", kind.kind);
+                writeln!(out)?;
+                writeln!(out, "{}, by operation, us", kind.kind)?;
                 text::table(&by_operation(&cases, kind.kind))?;
             }
         }
