@@ -69,6 +69,7 @@ pub struct ModelArgs {
 
 /// How it runs.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Running")]
 pub struct RunArgs {
     /// What to run on: auto (a GPU if there is one), cpu or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
@@ -103,7 +104,7 @@ impl From<Kv> for CacheFormat {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
-    /// Most tokens to produce
+    /// Most tokens to produce [default: 256 in generate, as many as fit in chat]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<NonZeroUsize>,
     /// Divides the logits; 0 takes the most probable token each time
@@ -162,6 +163,7 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
 
 /// How tokens are drafted.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Drafting")]
 pub struct DraftArgs {
     /// Tokens drafted ahead: off, a number, or auto (as far as it pays off); changes speed only
     #[arg(long, value_name = "N", default_value = "auto")]
@@ -197,10 +199,10 @@ pub struct EngineArgs {
     #[command(flatten)]
     pub draft: DraftArgs,
     /// Plan the next step while one runs: on, off [default: on]
-    #[arg(long, value_enum, value_name = "on|off")]
+    #[arg(long, value_enum, value_name = "on|off", help_heading = "Engine")]
     pub overlap: Option<Switch>,
     /// Launch steps that only decode as CUDA graphs, on a GPU: on, off [default: on]
-    #[arg(long, value_enum, value_name = "on|off")]
+    #[arg(long, value_enum, value_name = "on|off", help_heading = "Engine")]
     pub graphs: Option<Switch>,
 }
 
@@ -238,23 +240,23 @@ pub struct Generate {
     #[command(flatten)]
     pub form: FormArgs,
     /// Continuations of the prompt, from 1 to 64
-    #[arg(short, long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(short, long, value_name = "N", default_value_t = 1, help_heading = "Sampling", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub n: u16,
     /// Most tokens of thinking before it is ended, with --chat and --effort
-    #[arg(long, value_name = "N", requires = "chat")]
+    #[arg(long, value_name = "N", requires = "chat", help_heading = "Sampling")]
     pub thinking_budget: Option<usize>,
     #[command(flatten)]
     pub draft: DraftArgs,
     #[command(flatten)]
     pub run: RunArgs,
     /// Print one JSON object at the end instead of the text; with --n, a list of them
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub json: bool,
     /// Report the log-probability of each token, and of this many alternatives
-    #[arg(long, value_name = "N", requires = "json")]
+    #[arg(long, value_name = "N", requires = "json", help_heading = "Output")]
     pub logprobs: Option<usize>,
     /// The same for the tokens of the prompt but the first
-    #[arg(long, value_name = "N", requires = "json")]
+    #[arg(long, value_name = "N", requires = "json", help_heading = "Output")]
     pub prompt_logprobs: Option<usize>,
 }
 
@@ -444,14 +446,14 @@ pub struct Eval {
     /// How prompts are read: off, exact, compact or mask
     #[arg(long, value_name = "MODE")]
     pub prefill: Option<String>,
-    /// Prompt tokens that the decoder runs for in compact
+    /// Prompt tokens that the decoder runs for, with --prefill compact or mask
     #[arg(long, value_name = "N")]
     pub keep_tokens: Option<NonZeroUsize>,
-    #[command(flatten)]
-    pub run: RunArgs,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub run: RunArgs,
 }
 
 /// How much of the tasks to run.
@@ -471,6 +473,38 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn options_stand_under_their_own_headings() {
+        let cli = Cli::command();
+        let heading = |command: &str, option: &str| {
+            let command = cli.find_subcommand(command).expect("a command");
+            let argument = command.get_arguments().find(|a| a.get_id() == option);
+            argument.unwrap_or_else(|| panic!("{option}")).get_help_heading()
+        };
+        for (command, options, wanted) in [
+            ("generate", &["model", "prompt", "chat", "system"][..], None),
+            ("generate", &["max_tokens", "logit_bias", "n", "thinking_budget"], Some("Sampling")),
+            ("generate", &["json_schema", "choice"], Some("Form of the answer")),
+            ("generate", &["draft", "draft_scheme"], Some("Drafting")),
+            ("generate", &["device", "threads", "kv"], Some("Running")),
+            ("generate", &["json", "logprobs", "prompt_logprobs"], Some("Output")),
+            ("chat", &["device"], Some("Running")),
+            ("batch", &["max_seqs", "overlap", "graphs"], Some("Engine")),
+            ("batch", &["draft"], Some("Drafting")),
+            ("batch", &["device"], Some("Running")),
+            ("serve", &["host", "log", "tls_key"], None),
+            ("serve", &["prefill", "overlap", "graphs"], Some("Engine")),
+            ("serve", &["kv"], Some("Running")),
+            ("eval", &["json", "keep_tokens"], None),
+            ("eval", &["kv"], Some("Running")),
+            ("bench", &["threads", "kv", "json"], None),
+        ] {
+            for option in options {
+                assert_eq!(heading(command, option), wanted, "{command} --{option}");
+            }
+        }
     }
 
     #[test]

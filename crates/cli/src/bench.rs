@@ -79,14 +79,11 @@ fn model(args: &Bench) -> Outcome {
             return Err(Failure::Usage(format!("--{name} must be at least 1")));
         }
     }
-    if let DeviceChoice::Cuda(_) = args.run.device {
-        return Err(Failure::Usage("bench measures the CPU; leave --device out".into()));
-    }
-    if let DeviceChoice::Cuda(_) = args.run.device.resolve() {
-        eprintln!("bench measures the CPU; the GPU of this machine is left alone");
+    if let DeviceChoice::Cuda(_) = DeviceChoice::Auto.resolve() {
+        tell!("bench measures the CPU; the GPU of this machine is left alone");
     }
     let peak = PeakPrivate::start();
-    let loaded = open::model(&args.model, args.run.threads)?;
+    let loaded = open::model(&args.model, args.threads)?;
     let text = &loaded.model.config.text_config;
     let tokens = args.prompt_tokens.saturating_add(args.new_tokens).saturating_add(1);
     if tokens > text.max_position_embeddings {
@@ -101,7 +98,7 @@ fn model(args: &Bench) -> Outcome {
 
     let rows = args.prompt_tokens.min(CHUNK);
     let mut session =
-        Session::new(device.clone(), model, args.run.kv.into(), args.batch, tokens, rows)?;
+        Session::new(device.clone(), model, args.kv.into(), args.batch, tokens, rows)?;
     let checkpoint = open::checkpoint(&args.model)?;
     let work = Work::new(&checkpoint);
     let bar = open::bar("measuring", PREFILLS.min(args.repeats) + args.repeats);
@@ -206,7 +203,7 @@ fn token(session: &Session<Cpu>, slot: usize, position: usize) -> u32 {
 /// What opening a checkpoint and generating one token takes, with room for little more.
 fn one_token(loaded: &open::Loaded<Cpu>, args: &Bench) -> Outcome {
     let (device, model) = (loaded.device.clone(), loaded.model.clone());
-    let mut session = Session::new(device, model, args.run.kv.into(), 1, 128, 1)?;
+    let mut session = Session::new(device, model, args.kv.into(), 1, 128, 1)?;
     let first = token(&session, 0, 0);
     let plan = StepPlan { sequences: vec![session.extend(0, &[first], &[0])] };
     session.run(&plan, &mut NoProbe)?;

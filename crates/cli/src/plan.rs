@@ -5,16 +5,14 @@ use crate::failure::{Failure, Outcome};
 use crate::{open, text};
 use anyhow::Context;
 use deepinfer::engine::EngineConfig;
-use deepinfer::plan_memory::MemoryPlan;
+use deepinfer::plan_memory::{DoesNotFit, MemoryPlan};
 use deepinfer_device::{Cuda, DeviceChoice};
 
 /// Shows what a model needs of a machine, and fails where it does not fit.
 pub fn run(args: &Plan) -> Outcome {
     let available = match &args.memory {
         None => None,
-        Some(size) => Some(text::parse_bytes(size).ok_or_else(|| {
-            Failure::Usage(format!("--memory {size}: give a size such as 64GB or 512MiB"))
-        })?),
+        Some(size) => Some(memory(size).map_err(Failure::Usage)?),
     };
     let checkpoint = open::checkpoint(&args.model)?;
     let d = EngineConfig::default();
@@ -52,7 +50,40 @@ pub fn run(args: &Plan) -> Outcome {
     } else {
         print(&plan, fills)?;
     }
-    Ok(verdict?)
+    Ok(verdict.map_err(|error| anyhow::anyhow!(shortage(&error)))?)
+}
+
+/// A size of memory. Few bytes without a unit are those of somebody who meant another one.
+fn memory(size: &str) -> Result<u64, String> {
+    let wrong = |why: &str| format!("--memory {size}{why}: give a size such as 64GB or 512MiB");
+    let bytes = text::parse_bytes(size).ok_or_else(|| wrong(""))?;
+    match size.trim().ends_with(|c: char| c.is_ascii_digit() || c == '.') && bytes < 1_000_000 {
+        true => Err(wrong(&format!(" is {bytes} bytes"))),
+        false => Ok(bytes),
+    }
+}
+
+/// What is missing, in the words of the command line.
+fn shortage(error: &DoesNotFit) -> String {
+    let sum = [
+        (error.weights, "weights".to_owned()),
+        (error.slots, "slots of sequences and snapshots".to_owned()),
+        (error.pages, format!("pages for {} tokens", text::count(error.tokens as u64))),
+        (error.scratch, "work space".to_owned()),
+    ];
+    let parts = sum.iter().filter(|(bytes, _)| *bytes > 0);
+    let parts: Vec<_> =
+        parts.map(|(bytes, name)| format!("{} for {name}", text::bytes(*bytes))).collect();
+    let advice = match error.weights > error.available {
+        true => "the weights alone do not fit",
+        false => "lower --kv-tokens, --max-seqs or --max-batch-tokens",
+    };
+    format!(
+        "{} needed ({}), {} available; {advice}",
+        text::bytes(error.needed),
+        parts.join(", "),
+        text::bytes(error.available)
+    )
 }
 
 fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
@@ -89,4 +120,41 @@ fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
         rows.push(line("tokens that the rest of it holds", text::count(tokens as u64)));
     }
     text::table(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_bytes_need_a_unit() {
+        assert_eq!(memory("64GB"), Ok(64_000_000_000));
+        assert_eq!(memory("1000000"), Ok(1_000_000));
+        assert_eq!(memory("64 B"), Ok(64));
+        for (size, wanted) in [("64", "64 bytes"), ("999999", "999999 bytes"), ("x", "512MiB")] {
+            let message = memory(size).expect_err(size);
+            assert!(message.contains("--memory") && message.contains(wanted), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_shortage_names_options() {
+        let mut error = DoesNotFit {
+            needed: 42_500_000,
+            weights: 0,
+            slots: 2_500_000,
+            pages: 30_000_000,
+            tokens: 65536,
+            scratch: 10_000_000,
+            available: 20_000_000,
+        };
+        assert_eq!(
+            shortage(&error),
+            "42.5 MB needed (2.50 MB for slots of sequences and snapshots, 30.0 MB for pages for \
+             65,536 tokens, 10.0 MB for work space), 20.0 MB available; lower --kv-tokens, \
+             --max-seqs or --max-batch-tokens"
+        );
+        error.weights = 21_000_000;
+        assert!(shortage(&error).ends_with("the weights alone do not fit"));
+    }
 }

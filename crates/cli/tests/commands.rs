@@ -199,6 +199,7 @@ fn wrong_command_lines_say_what_to_do() {
         (&["generate", "--model", &tiny(), "--prompt", "a", "--top-k", "-2"], "-2"),
         (&["synth", "--out", "/tmp/x", "--preset", "huge"], "huge"),
         (&["plan", "--model", &tiny(), "--memory", "much"], "much"),
+        (&["plan", "--model", &tiny(), "--memory", "64"], "64 bytes"),
         (&["frobnicate"], "frobnicate"),
     ] {
         let output = run(args);
@@ -212,7 +213,8 @@ fn wrong_command_lines_say_what_to_do() {
 fn a_plan_that_does_not_fit_fails_with_the_numbers() {
     let output = run(&["plan", "--model", &tiny(), "--memory", "1MB"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("1000000"));
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("1.00 MB available; lower --kv-tokens"), "{text}");
     let fits = run(&["plan", "--model", &tiny(), "--memory", "64GB", "--json"]);
     assert_eq!(json(&fits)["fits"], true);
 }
@@ -457,9 +459,80 @@ fn eval_runs_on_the_device_it_is_told() {
     refused(&["--count", "0"], "--count");
     refused(&["--count", "3", "--suite", "full"], "--suite");
     refused(&["--only", "a,b"], "no task \"b\"");
+    refused(&["--keep-tokens", "40"], "--prefill exact");
+    refused(&["--keep-tokens", "40", "--prefill", "off"], "--prefill off");
     let output = eval("cuda:99");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("cannot run"), "{text}");
+}
+
+#[test]
+fn tasks_that_are_too_long_are_not_run_and_the_others_are() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let item = |id: &str, task: &str, most: usize| {
+        serde_json::json!({
+            "id": id, "task": task, "thinking": false, "score": "exact", "quick": true,
+            "messages": [{"role": "user", "content": "x"}], "expected": "y", "max_tokens": most,
+        })
+        .to_string()
+    };
+    let items = [item("a-0", "a", 3), item("b-0", "b", 3), item("b-1", "b", 1 << 40)];
+    let tasks = folder.path().display().to_string();
+    std::fs::write(folder.path().join("all.jsonl"), items.join("\n")).expect("it writes");
+    let model = tiny();
+    let args = ["eval", "--model", &model, "--tasks", &tasks];
+    let report = json(&run(&[&args[..], &["--json"]].concat()));
+    let scored = report["tasks"].as_array().expect("tasks");
+    assert_eq!((scored.len(), &scored[0]["name"]), (1, &"a".into()), "{report}");
+    let reason = report["not_run"]["b"].as_str().expect("a reason");
+    assert!(reason.starts_with("b-1 wants 1099511"), "{reason}");
+    let output = run(&[&args[..], &["--only", "b"]].concat());
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no task that can be run: b: b-1"));
+}
+
+#[test]
+fn a_batch_leaves_other_files_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let request =
+        r#"{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}"#;
+    std::fs::write(path("in"), request).expect("it writes");
+    std::fs::write(path("notes"), "precious notes without newline").expect("it writes");
+    let model = tiny();
+    for output in ["notes", "in"] {
+        let before = std::fs::read(path(output)).expect("it is there");
+        let done = run(&["batch", "--model", &model, &path("in"), &path(output)]);
+        assert_eq!(done.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&done.stderr).contains("give another"));
+        assert_eq!(std::fs::read(path(output)).expect("it is there"), before);
+    }
+    // Devices are written to, and not read.
+    for (device, code) in [("/dev/null", 0), ("/dev/full", 1)] {
+        if Path::new(device).exists() {
+            let done = run(&["batch", "--model", &model, &path("in"), device]);
+            let text = String::from_utf8_lossy(&done.stderr);
+            assert_eq!(done.status.code(), Some(code), "{device}: {text}");
+            assert_eq!(text.matches("error: cannot write the answers").count(), code as usize);
+        }
+    }
+}
+
+#[test]
+fn input_without_end_is_refused() {
+    if Path::new("/dev/zero").exists() {
+        let model = tiny();
+        for args in [
+            &["generate", "--model", &model, "--prompt-file", "/dev/zero"][..],
+            &["generate", "--model", &model, "--prompt", "x", "--grammar", "/dev/zero"],
+            &["batch", "--model", &model, "/dev/zero", "/dev/null"],
+        ] {
+            let done = run(args);
+            let text = String::from_utf8_lossy(&done.stderr);
+            assert_eq!(done.status.code(), Some(1), "{args:?}: {text}");
+            assert!(text.contains("more than 67108864 bytes"), "{args:?}: {text}");
+        }
+    }
 }
 
 #[test]
@@ -557,7 +630,7 @@ fn bench_ops_reports_figures_that_can_be_drawn() {
     };
     assert!(text(&["bench", "plot", &file, "--out", &file]).contains("one of the files to read"));
     let message = text(&["bench", "plot", &path("none.json"), "--out", &picture]);
-    assert!(message.contains("none.json: cannot read it"), "{message}");
+    assert!(message.contains("cannot read") && message.contains("none.json"), "{message}");
     let message = text(&["bench", "plot", &picture, "--out", &path("b.svg")]);
     assert!(message.contains("no output of deepinfer bench ops"), "{message}");
     let message = text(&["bench", "ops", "--device", "cpu", "--only", "softmax"]);
@@ -571,8 +644,8 @@ fn huge_numbers_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("out").display().to_string();
     for (args, wanted) in [
-        (vec!["bench", "--device", "cpu", "--prompt-tokens", HUGE], "tokens"),
-        (vec!["bench", "--device", "cpu", "--new-tokens", HUGE], "tokens"),
+        (vec!["bench", "--prompt-tokens", HUGE], "tokens"),
+        (vec!["bench", "--new-tokens", HUGE], "tokens"),
         (vec!["bench", "layer", "--device", "cpu", "--rows", HUGE], "--rows"),
         (vec!["bench", "layer", "--device", "cpu", "--prefill", HUGE], "--prefill"),
         (vec!["plan", "--max-seqs", HUGE], "max_seqs"),

@@ -1,6 +1,6 @@
 //! `deepinfer bench`, and what it measures besides the whole model.
 
-use super::{ModelArgs, RunArgs};
+use super::{Kv, ModelArgs};
 use crate::bench::Slice;
 use clap::{Args, Subcommand};
 use deepinfer_device::DeviceChoice;
@@ -26,8 +26,12 @@ pub struct Bench {
     /// Pairs of measurement and limit, interleaved; medians are reported
     #[arg(long, value_name = "N", default_value_t = 7)]
     pub repeats: usize,
-    #[command(flatten)]
-    pub run: RunArgs,
+    /// Threads of the CPU, which is what is measured; without it, one for each processor
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    /// How caches are stored
+    #[arg(long, value_enum, default_value_t = Kv::Released)]
+    pub kv: Kv,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -131,6 +135,7 @@ mod tests {
         assert!(matches!(plot, Ok((1, Some(BenchCommand::Plot(plot)))) if plot.files.len() == 2));
         for wrong in [
             &["--batch", "3", "ops"][..],
+            &["--device", "cpu"],
             &["ops", "--batch", "3"],
             &["ops", "--threads", "0"],
             &["ops", "--device", "gpu"],
