@@ -224,18 +224,21 @@ impl Scheduler {
 
     /// Takes `count` pages, from the prefix cache if need be; all or none.
     fn take_pages(&mut self, count: usize) -> Option<Vec<u32>> {
-        self.make_room(count).then(|| (0..count).filter_map(|_| self.pools.pages.take()).collect())
+        self.make_room(count, 0)
+            .then(|| (0..count).filter_map(|_| self.pools.pages.take()).collect())
     }
 
-    /// Frees pages of the prefix cache until `count` are available. Returns whether they are.
-    fn make_room(&mut self, count: usize) -> bool {
+    /// Frees pages of the prefix cache until `count` are available, and `spare` more where that can
+    /// be. Returns whether `count` are; if they cannot be, the cache keeps what it has.
+    fn make_room(&mut self, count: usize, spare: usize) -> bool {
         let free = self.pools.pages.available();
-        if free < count
+        if free < count + spare
+            && free + self.pools.pages.reclaimable() >= count
             && let Some(prefix) = &mut self.prefix
         {
             // Dropping some more at once keeps the search for the oldest rare.
             let more = self.shape.pages / 64;
-            prefix.evict(count - free + more, &mut self.pools);
+            prefix.evict(count + spare - free + more, &mut self.pools);
         }
         self.pools.pages.available() >= count
     }
@@ -253,6 +256,11 @@ impl Scheduler {
             swapped_bytes: self.swapped_bytes,
             queued_tokens: self.waiting_tokens,
         }
+    }
+
+    /// Everything that the prefix cache knows of; see [`PrefixIndex::known`].
+    pub fn known_prefixes(&self) -> usize {
+        self.prefix.as_ref().map_or(0, PrefixIndex::known)
     }
 
     /// Drops the prefix cache's entries on the device.

@@ -6,19 +6,18 @@
 //! holds a reference to every page and slot that it names, and decides what to drop.
 
 mod evict;
+mod insert;
 #[cfg(test)]
 mod tests;
+mod tree;
 
 use super::pages::Pools;
-use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, HashMap};
-use std::ops::Bound;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
+use tree::{Node, NodeId, PageRank, SnapshotRank, common};
 
 /// Names an entry in the lower tiers: a hash of everything that the entry's bytes depend on.
 pub type Key = [u8; 16];
-
-type NodeId = usize;
 
 /// A node, or a snapshot of it by its tail.
 type Known = (NodeId, Option<Arc<[u32]>>);
@@ -45,6 +44,8 @@ pub struct Hit {
     /// The rings.
     pub state: Place,
     nodes: Vec<NodeId>,
+    /// Pages on the device without which the index would lose some of this.
+    pages_needed: Vec<u32>,
 }
 
 impl Hit {
@@ -57,6 +58,22 @@ impl Hit {
             Place::Device(_) => None,
         })
     }
+
+    /// Keeps the index from dropping any of this, until [`Hit::unpin`].
+    pub fn pin(&self, pools: &mut Pools) {
+        self.pages_needed.iter().for_each(|&page| pools.pages.retain(page));
+        if let Place::Device(slot) = self.state {
+            pools.slots.retain(slot);
+        }
+    }
+
+    /// Undoes [`Hit::pin`].
+    pub fn unpin(&self, pools: &mut Pools) {
+        self.pages_needed.iter().for_each(|&page| pools.pages.release(page));
+        if let Place::Device(slot) = self.state {
+            pools.slots.release(slot);
+        }
+    }
 }
 
 /// Result of a lookup.
@@ -66,33 +83,6 @@ pub struct Lookup {
     pub hit: Option<Hit>,
     /// Tokens that some earlier text shares with this one, usable or not.
     pub shared: usize,
-}
-
-/// A state that sequences can start from.
-struct Snapshot {
-    key: Key,
-    /// Tokens it covers.
-    position: usize,
-    /// Earliest position at which it can be cut.
-    lowest: usize,
-    /// Slot of the rings.
-    slot: Option<u32>,
-    /// Page that `position` lies in, unless a border; present if `slot` is.
-    open: Option<u32>,
-    stored: bool,
-    used: u64,
-}
-
-struct Node {
-    key: Key,
-    parent: Option<(NodeId, Arc<[u32]>)>,
-    /// Tokens up to the end of this node's page; 0 for roots.
-    end: usize,
-    children: BTreeMap<Arc<[u32]>, NodeId>,
-    snapshots: BTreeMap<Arc<[u32]>, Snapshot>,
-    page: Option<u32>,
-    stored: bool,
-    used: u64,
 }
 
 /// What an insertion added, for the lower tiers.
@@ -135,10 +125,15 @@ pub struct PrefixIndex {
     page_tokens: usize,
     identity: Vec<u8>,
     most_snapshots: usize,
-    snapshots_on_device: usize,
     nodes: Vec<Option<Node>>,
     vacant: Vec<NodeId>,
     by_key: HashMap<Key, Known>,
+    /// Nodes with a page on the device.
+    pages_by_use: BTreeSet<PageRank>,
+    /// Snapshots on the device.
+    snapshots_by_use: BTreeSet<SnapshotRank>,
+    /// Roots that may have nothing left under them.
+    bare_roots: Vec<NodeId>,
     clock: u64,
 }
 
@@ -151,10 +146,12 @@ impl PrefixIndex {
             page_tokens,
             identity: identity.to_vec(),
             most_snapshots,
-            snapshots_on_device: 0,
             nodes: Vec::new(),
             vacant: Vec::new(),
             by_key: HashMap::new(),
+            pages_by_use: BTreeSet::new(),
+            snapshots_by_use: BTreeSet::new(),
+            bare_roots: Vec::new(),
             clock: 0,
         }
     }
@@ -199,13 +196,9 @@ impl PrefixIndex {
         };
         let pages = path[1..=full].iter().map(|&id| place(self.node(id))).collect();
         let within = (!border && full < depth).then(|| place(self.node(path[full + 1])));
-        let now = self.clock;
-        for &id in &path[..=depth] {
-            self.node_mut(id).used = now;
-        }
-        let snapshot = self.node_mut(path[depth]).snapshots.get_mut(tail);
-        let snapshot = snapshot.expect("the lookup found it");
-        snapshot.used = now;
+        path[..=depth].iter().for_each(|&id| self.touch(id));
+        self.touch_snapshot(path[depth], tail);
+        let snapshot = &self.node(path[depth]).snapshots[tail];
         let stored = Place::Stored(snapshot.key);
         let open = match within {
             Some(place) => Some(place),
@@ -213,294 +206,27 @@ impl PrefixIndex {
             None => Some(snapshot.open.map_or(stored, Place::Device)),
         };
         let state = snapshot.slot.map_or(stored, Place::Device);
-        Hit { cut, pages, open, state, nodes: path[1..=full].to_vec() }
+        let needed = path[1..=depth].iter().filter_map(|&id| self.node(id).page);
+        let pages_needed = needed.chain(snapshot.open).collect();
+        Hit { cut, pages, open, state, nodes: path[1..=full].to_vec(), pages_needed }
     }
 
     /// Tells the index that a full page of `hit`, the `index`th, was loaded into `page`. The index
     /// takes a reference.
     pub fn loaded(&mut self, hit: &Hit, index: usize, page: u32, pools: &mut Pools) {
-        let node = self.node_mut(hit.nodes[index]);
-        if node.page.is_none() {
-            node.page = Some(page);
-            pools.pages.retain(page);
+        if self.node(hit.nodes[index]).page.is_none() {
+            self.set_page(hit.nodes[index], page, pools);
         }
     }
 
-    /// Enters the full pages of `tokens`, the beginning of a text that lies in `pages`. With
-    /// `lowest`, also makes room for a snapshot of the state after `tokens`, which can be cut from
-    /// there on; there may be no room. The index takes references of its own.
-    pub fn insert(
-        &mut self,
-        salt: Option<&str>,
-        tokens: &[u32],
-        pages: &[u32],
-        lowest: Option<usize>,
-        pools: &mut Pools,
-    ) -> Inserted {
-        self.clock += 1;
-        let now = self.clock;
-        let mut inserted = Inserted::default();
-        let mut id = self.root(salt);
-        self.node_mut(id).used = now;
-        for (text, &page) in tokens.chunks_exact(self.page_tokens).zip(pages) {
-            let (parent, at_root) = (self.node(id).key, self.node(id).parent.is_none());
-            id = match self.node(id).children.get(text) {
-                Some(&child) => child,
-                None => self.add_node(id, text.into()),
-            };
-            let node = self.node_mut(id);
-            node.used = now;
-            if node.page.is_none() {
-                node.page = Some(page);
-                pools.pages.retain(page);
-                if !node.stored {
-                    let tokens = text.into();
-                    let key = node.key;
-                    let description = Description { key, parent, tokens, lowest: None, at_root };
-                    inserted.pages.push((description, page));
-                }
-            }
-        }
-        if let Some(lowest) = lowest {
-            inserted.snapshot = self.add_snapshot(id, tokens, pages, lowest, pools);
-        }
-        inserted
+    /// Pages and snapshots that the index holds on the device.
+    pub fn on_device(&self) -> (usize, usize) {
+        (self.pages_by_use.len(), self.snapshots_by_use.len())
     }
 
-    fn add_snapshot(
-        &mut self,
-        id: NodeId,
-        tokens: &[u32],
-        pages: &[u32],
-        lowest: usize,
-        pools: &mut Pools,
-    ) -> Option<NewSnapshot> {
-        let now = self.clock;
-        let node = self.node_mut(id);
-        let (end, parent) = (node.end, node.key);
-        let tail: Arc<[u32]> = tokens[end..].into();
-        if let Some(known) = node.snapshots.get_mut(&tail) {
-            known.used = now;
-            if known.slot.is_some() && known.lowest <= lowest {
-                return None;
-            }
-            self.drop_from_device(id, &tail, pools);
-        }
-        if self.snapshots_on_device >= self.most_snapshots {
-            self.evict_snapshot(pools);
-        }
-        if self.snapshots_on_device >= self.most_snapshots {
-            return None;
-        }
-        let slot = pools.slots.take()?;
-        self.snapshots_on_device += 1;
-        let open = (!tail.is_empty()).then(|| pages[end / self.page_tokens]);
-        if let Some(open) = open {
-            pools.pages.retain(open);
-        }
-        let key = digest(&[&parent, b"state", &bytes(&tail)]);
-        self.by_key.insert(key, (id, Some(tail.clone())));
-        let position = tokens.len();
-        let snapshot =
-            Snapshot { key, position, lowest, slot: Some(slot), open, stored: false, used: now };
-        self.node_mut(id).snapshots.insert(tail.clone(), snapshot);
-        let description =
-            Description { key, parent, tokens: tail, lowest: Some(lowest), at_root: end == 0 };
-        Some(NewSnapshot { description, slot, open })
+    /// Everything that the index knows of: pages and snapshots, on the device or in a lower tier,
+    /// and the roots that they hang under.
+    pub fn known(&self) -> usize {
+        self.by_key.len()
     }
-
-    /// Enters an entry that a lower tier holds. Returns false if its parent is not known (yet), or
-    /// if it does not fit the tree.
-    pub fn restore(&mut self, entry: &Description) -> bool {
-        if entry.at_root && !self.by_key.contains_key(&entry.parent) {
-            self.add_root(entry.parent);
-        }
-        let Some(&(id, None)) = self.by_key.get(&entry.parent) else { return false };
-        if entry.at_root != self.node(id).parent.is_none() {
-            return false;
-        }
-        let end = self.node(id).end;
-        match entry.lowest {
-            None => {
-                if entry.tokens.len() != self.page_tokens || entry.key != page_key(entry) {
-                    return false;
-                }
-                let child = match self.node(id).children.get(&entry.tokens) {
-                    Some(&child) => child,
-                    None => self.add_node(id, entry.tokens.clone()),
-                };
-                self.node_mut(child).stored = true;
-            }
-            Some(lowest) => {
-                let position = end + entry.tokens.len();
-                if entry.tokens.len() >= self.page_tokens
-                    || entry.key != state_key(entry)
-                    || lowest > position
-                {
-                    return false;
-                }
-                let tail = entry.tokens.clone();
-                self.by_key.insert(entry.key, (id, Some(tail.clone())));
-                let used = self.clock;
-                self.node_mut(id).snapshots.entry(tail).or_insert(Snapshot {
-                    key: entry.key,
-                    position,
-                    lowest,
-                    slot: None,
-                    open: None,
-                    stored: false,
-                    used,
-                });
-                self.set_stored(&entry.key);
-            }
-        }
-        true
-    }
-
-    /// Marks an entry as present in a lower tier, if the index still knows it.
-    pub fn set_stored(&mut self, key: &Key) {
-        match self.by_key.get(key).cloned() {
-            Some((id, None)) => self.node_mut(id).stored = true,
-            Some((id, Some(tail))) => {
-                if let Some(snapshot) = self.node_mut(id).snapshots.get_mut(&tail) {
-                    snapshot.stored = true;
-                }
-            }
-            None => {}
-        }
-    }
-
-    /// Key of the root of a salt's tree.
-    fn root_key(&self, salt: Option<&str>) -> Key {
-        digest(&[&self.identity, &[u8::from(salt.is_some())], salt.unwrap_or("").as_bytes()])
-    }
-
-    fn root(&mut self, salt: Option<&str>) -> NodeId {
-        let key = self.root_key(salt);
-        match self.by_key.get(&key) {
-            Some(&(id, _)) => id,
-            None => self.add_root(key),
-        }
-    }
-
-    fn add_root(&mut self, key: Key) -> NodeId {
-        self.place(Node {
-            key,
-            parent: None,
-            end: 0,
-            children: BTreeMap::new(),
-            snapshots: BTreeMap::new(),
-            page: None,
-            stored: false,
-            used: 0,
-        })
-    }
-
-    fn add_node(&mut self, parent: NodeId, tokens: Arc<[u32]>) -> NodeId {
-        let above = self.node(parent);
-        let key = digest(&[&above.key, b"page", &bytes(&tokens)]);
-        let node = Node {
-            key,
-            parent: Some((parent, tokens.clone())),
-            end: above.end + self.page_tokens,
-            children: BTreeMap::new(),
-            snapshots: BTreeMap::new(),
-            page: None,
-            stored: false,
-            used: self.clock,
-        };
-        let id = self.place(node);
-        self.node_mut(parent).children.insert(tokens, id);
-        id
-    }
-
-    fn place(&mut self, node: Node) -> NodeId {
-        let key = node.key;
-        let id = match self.vacant.pop() {
-            Some(id) => {
-                self.nodes[id] = Some(node);
-                id
-            }
-            None => {
-                self.nodes.push(Some(node));
-                self.nodes.len() - 1
-            }
-        };
-        self.by_key.insert(key, (id, None));
-        id
-    }
-
-    /// The root and the nodes whose pages `tokens` begins with.
-    fn path(&self, root: NodeId, tokens: &[u32]) -> Vec<NodeId> {
-        let mut path = vec![root];
-        for text in tokens.chunks_exact(self.page_tokens) {
-            match self.node(path[path.len() - 1]).children.get(text) {
-                Some(&child) => path.push(child),
-                None => break,
-            }
-        }
-        path
-    }
-
-    /// Tokens shared with the text under `id`, the last node of a path.
-    fn shared(&self, id: NodeId, tokens: &[u32]) -> usize {
-        let node = self.node(id);
-        let rest = &tokens[node.end..];
-        // The longest common prefix is that of a neighbour in the order.
-        let children = &node.children;
-        let near = [
-            children
-                .range::<[u32], _>((Bound::Unbounded, Bound::Included(rest)))
-                .next_back()
-                .map(|(text, _)| text),
-            children
-                .range::<[u32], _>((Bound::Included(rest), Bound::Unbounded))
-                .next()
-                .map(|(text, _)| text),
-            node.snapshots
-                .range::<[u32], _>((Bound::Unbounded, Bound::Included(rest)))
-                .next_back()
-                .map(|(text, _)| text),
-            node.snapshots
-                .range::<[u32], _>((Bound::Included(rest), Bound::Unbounded))
-                .next()
-                .map(|(text, _)| text),
-        ];
-        node.end + near.into_iter().flatten().map(|text| common(text, rest)).max().unwrap_or(0)
-    }
-
-    fn node(&self, id: NodeId) -> &Node {
-        self.nodes[id].as_ref().expect("ids of removed nodes are not kept")
-    }
-
-    fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        self.nodes[id].as_mut().expect("ids of removed nodes are not kept")
-    }
-}
-
-fn common(a: &[u32], b: &[u32]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
-}
-
-fn page_key(entry: &Description) -> Key {
-    digest(&[&entry.parent, b"page", &bytes(&entry.tokens)])
-}
-
-fn state_key(entry: &Description) -> Key {
-    digest(&[&entry.parent, b"state", &bytes(&entry.tokens)])
-}
-
-fn bytes(tokens: &[u32]) -> Vec<u8> {
-    tokens.iter().flat_map(|t| t.to_le_bytes()).collect()
-}
-
-/// Hash of parts with their lengths.
-fn digest(parts: &[&[u8]]) -> Key {
-    let mut hash = Sha256::new();
-    for part in parts {
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
-    }
-    let hash = hash.finalize();
-    std::array::from_fn(|i| hash[i])
 }

@@ -51,6 +51,15 @@ pub enum Stored {
     Missing,
 }
 
+/// What has come from a disk.
+#[derive(Debug, Default)]
+pub struct Loaded {
+    /// Entries that have been read; `None` for those that were not to be had.
+    pub entries: Vec<(Key, Option<Entry>)>,
+    /// Entries that no tier holds any more.
+    pub gone: Vec<Key>,
+}
+
 /// The lower tiers; none by default.
 #[derive(Default)]
 pub struct Tiers {
@@ -95,18 +104,33 @@ impl Tiers {
         self.expected.entry(description.key).or_default().push_back(description);
     }
 
-    /// Takes in an entry that was announced. Returns whether it is kept.
-    pub fn put(&mut self, key: Key, entry: Entry) -> bool {
-        let Some(waiting) = self.expected.get_mut(&key) else { return false };
-        let description = waiting.pop_front();
-        if waiting.is_empty() {
+    /// Takes in an entry that was announced. Returns the keys of entries that no tier holds any
+    /// more, for [`PrefixIndex::forget`]: those that made room; this one, if it is not kept.
+    pub fn put(&mut self, key: Key, entry: Entry) -> Vec<Key> {
+        let waiting = self.expected.get_mut(&key);
+        let description = waiting.and_then(|waiting| waiting.pop_front());
+        if self.expected.get(&key).is_some_and(VecDeque::is_empty) {
             self.expected.remove(&key);
         }
-        let Some(description) = description else { return false };
+        let Some(description) = description else { return self.gone(vec![key]) };
+        let mut dropped = Vec::new();
         if let Some(disk) = &mut self.disk {
-            disk.put(description, entry.clone());
+            dropped.extend(disk.put(description, entry.clone()));
         }
-        self.host.as_mut().is_some_and(|host| host.put(key, entry)) || self.disk.is_some()
+        if let Some(host) = &mut self.host {
+            dropped.extend(host.put(key, entry));
+        }
+        self.gone(dropped)
+    }
+
+    /// Those of `keys` that are in no tier, and on their way to none.
+    fn gone(&self, mut keys: Vec<Key>) -> Vec<Key> {
+        keys.retain(|key| {
+            !self.expected.contains_key(key)
+                && !self.host.as_ref().is_some_and(|host| host.holds(key))
+                && !self.disk.as_ref().is_some_and(|disk| disk.holds(key))
+        });
+        keys
     }
 
     /// Looks for an entry, and asks for it if it lies on disk.
@@ -123,18 +147,19 @@ impl Tiers {
         }
     }
 
-    /// Entries that have been read since the last call; `None` for those that were not to be had.
-    pub fn loaded(&mut self) -> Vec<(Key, Option<Entry>)> {
-        let Some(disk) = &mut self.disk else { return Vec::new() };
-        let loaded = disk.loaded();
-        if let Some(host) = &mut self.host {
-            for (key, entry) in &loaded {
-                entry.iter().for_each(|entry| {
-                    host.put(*key, entry.clone());
-                });
+    /// What has been read since the last call.
+    pub fn loaded(&mut self) -> Loaded {
+        let Some(disk) = &mut self.disk else { return Loaded::default() };
+        let entries = disk.loaded();
+        let mut dropped = Vec::new();
+        for (key, entry) in &entries {
+            match (entry, &mut self.host) {
+                (Some(entry), Some(host)) => dropped.extend(host.put(*key, entry.clone())),
+                _ => dropped.push(*key),
             }
         }
-        loaded
+        let gone = self.gone(dropped);
+        Loaded { entries, gone }
     }
 
     /// Waits until everything taken in is on disk.
@@ -165,9 +190,70 @@ mod tests {
         let entry = || Entry::State(Arc::new(Snapshot::default()));
         tiers.expect(description(9));
         tiers.expect(description(4));
-        assert!(tiers.put(key, entry()));
+        assert!(tiers.put(key, entry()).is_empty());
         assert!(matches!(tiers.get(&key), Stored::Coming), "another is on its way");
-        assert!(tiers.put(key, entry()));
-        assert!(!tiers.put(key, entry()), "it was not announced");
+        assert!(tiers.put(key, entry()).is_empty());
+        let unknown = [8; 16];
+        assert_eq!(tiers.put(unknown, entry()), [unknown], "it was not announced");
+    }
+
+    fn announce(tiers: &mut Tiers, key: u8) {
+        let (key, tokens) = ([key; 16], Arc::from([1]));
+        tiers.expect(Description { key, parent: [0; 16], tokens, lowest: None, at_root: true });
+    }
+
+    fn page() -> Entry {
+        Entry::Page(Arc::new(vec![0; 400]))
+    }
+
+    #[test]
+    fn what_no_tier_holds_any_more_is_told() {
+        let mut tiers = Tiers::host(1000);
+        (1..=4).for_each(|key| announce(&mut tiers, key));
+        announce(&mut tiers, 1);
+        assert!(tiers.put([1; 16], page()).is_empty());
+        assert!(tiers.put([2; 16], page()).is_empty());
+        assert!(tiers.put([3; 16], page()).is_empty(), "the first is on its way again");
+        assert_eq!(tiers.put([4; 16], page()), [[2; 16]]);
+        assert_eq!(tiers.put([1; 16], page()), [[3; 16]]);
+    }
+
+    #[test]
+    fn an_entry_is_gone_when_it_has_left_every_tier() {
+        let folder = tempfile::tempdir().expect("a folder");
+        // Two in host memory, three on disk.
+        let mut tiers = Tiers::disk(1000, folder.path(), 2300, b"model").expect("opens");
+        (1..=6).for_each(|key| announce(&mut tiers, key));
+        for key in 1..=3 {
+            assert!(tiers.put([key; 16], page()).is_empty());
+        }
+        assert_eq!(tiers.put([4; 16], page()), [[1; 16]]);
+        assert!(matches!(tiers.get(&[2; 16]), Stored::Coming));
+        assert!(tiers.put([5; 16], page()).is_empty(), "the second is being read");
+        tiers.flush();
+        // It takes the place of the fourth in host memory, which is on disk.
+        let loaded = tiers.loaded();
+        assert!(matches!(loaded.entries[..], [(key, Some(_))] if key == [2; 16]));
+        assert!(loaded.gone.is_empty());
+        // The third leaves the disk; the fifth and then the second leave host memory.
+        assert_eq!(tiers.put([6; 16], page()), [[3; 16]]);
+        assert!(matches!(tiers.get(&[2; 16]), Stored::Here(_)));
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_is_gone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut tiers = Tiers::disk(0, folder.path(), 1 << 20, b"model").expect("opens");
+        announce(&mut tiers, 1);
+        assert!(tiers.put([1; 16], page()).is_empty());
+        tiers.flush();
+        for file in std::fs::read_dir(folder.path()).expect("is there").flatten() {
+            std::fs::remove_file(file.path()).expect("is there");
+        }
+        assert!(matches!(tiers.get(&[1; 16]), Stored::Coming));
+        tiers.flush();
+        let loaded = tiers.loaded();
+        assert!(matches!(loaded.entries[..], [(key, None)] if key == [1; 16]));
+        assert_eq!(loaded.gone, [[1; 16]]);
     }
 }

@@ -82,11 +82,16 @@ impl Scheduler {
                     Prefix::Ready(hit, shared) => (hit, shared),
                     Prefix::Coming => return Admission::Coming,
                 };
-                let cut = hit.as_ref().map_or(0, |found| found.hit.cut);
+                let mut cut = hit.as_ref().map_or(0, |found| found.hit.cut);
                 let wanted = self.shape.pages_for(len + 1);
-                let Some((slot, pages)) = self.take_place(wanted, hit.as_ref(), spare) else {
-                    return Admission::NoRoom;
-                };
+                let mut place = self.take_place(wanted, hit.as_ref(), spare);
+                if place.is_none() && hit.is_some() && self.running.is_empty() {
+                    // Nobody else has pages: it does not fit beside the open page that its hit is
+                    // copied from, so waiting would not help.
+                    cut = 0;
+                    place = self.take_place(wanted, None, spare);
+                }
+                let Some((slot, pages)) = place else { return Admission::NoRoom };
                 sequence.stored = Default::default();
                 self.open(sequence, slot);
                 if !sequence.started {
@@ -130,7 +135,8 @@ impl Scheduler {
         true
     }
 
-    /// Takes a slot and `wanted` pages, of which a hit's come from the prefix cache.
+    /// Takes a slot and `wanted` pages, of which a hit's come from the prefix cache. Where that can
+    /// be, makes room for `spare` more.
     fn take_place(
         &mut self,
         wanted: usize,
@@ -138,38 +144,35 @@ impl Scheduler {
         spare: usize,
     ) -> Option<(u32, Vec<u32>)> {
         let Some(found) = found else {
-            self.make_room(wanted + spare);
+            self.make_room(wanted, spare);
             let pages = self.take_pages(wanted)?;
-            let slot = self.pools.slots.take();
-            debug_assert!(slot.is_some(), "every running sequence and snapshot has a slot");
-            return slot.map(|slot| (slot, pages));
+            return self.take_slot().map(|slot| (slot, pages));
         };
-        // What the hit needs must not be evicted to make room for it.
         let hit = &found.hit;
-        let device = |place: &Cached| match place {
-            Cached::Device(number) => Some(*number),
-            Cached::Stored(_) => None,
-        };
-        let shared: Vec<u32> = hit.pages.iter().chain(&hit.open).filter_map(device).collect();
-        shared.iter().for_each(|&page| self.pools.pages.retain(page));
-        let state = device(&hit.state);
-        state.iter().for_each(|&slot| self.pools.slots.retain(slot));
-
-        let kept = hit.pages.iter().filter_map(device).count();
-        self.make_room(wanted - kept + spare);
-        let fresh = self.take_pages(wanted - kept);
-        let place = fresh.and_then(|fresh| {
-            let slot = self.pools.slots.take();
-            debug_assert!(slot.is_some(), "every running sequence and snapshot has a slot");
-            slot.map(|slot| (slot, self.load_hit(found, slot, fresh)))
+        let shared: Vec<u32> = hit
+            .pages
+            .iter()
+            .filter_map(|place| match place {
+                Cached::Device(page) => Some(*page),
+                Cached::Stored(_) => None,
+            })
+            .collect();
+        hit.pin(&mut self.pools);
+        let wanted = wanted - shared.len();
+        self.make_room(wanted, spare);
+        let place = self.take_pages(wanted).and_then(|fresh| {
+            let slot = self.take_slot()?;
+            shared.iter().for_each(|&page| self.pools.pages.retain(page));
+            Some((slot, self.load_hit(found, slot, fresh)))
         });
-        state.iter().for_each(|&slot| self.pools.slots.release(slot));
-        if place.is_none() {
-            shared.iter().for_each(|&page| self.pools.pages.release(page));
-        } else if let Some(open) = hit.open.as_ref().and_then(device) {
-            self.pools.pages.release(open);
-        }
+        hit.unpin(&mut self.pools);
         place
+    }
+
+    fn take_slot(&mut self) -> Option<u32> {
+        let slot = self.pools.slots.take();
+        debug_assert!(slot.is_some(), "every running sequence and snapshot has a slot");
+        slot
     }
 
     /// Where chunks must end, ascending: at the end of what is known; where the text leaves earlier

@@ -57,7 +57,7 @@ impl Scheduler {
 
         // A page to spare for each running sequence, so that none is pushed out at once.
         let wanted = self.shape.pages_for(len + 1) - whole;
-        if !self.make_room(wanted + self.running.len()) {
+        if !self.make_room(wanted + self.running.len(), 0) {
             return false;
         }
         let Some(slot) = self.pools.slots.take() else { return false };

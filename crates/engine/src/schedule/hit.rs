@@ -50,18 +50,29 @@ pub(super) enum Prefix {
 impl Scheduler {
     /// Takes in what has been read from a disk.
     pub(super) fn take_loaded(&mut self) {
-        for (key, entry) in self.tiers.loaded() {
-            self.hand_over(&key, entry.as_ref());
+        let loaded = self.tiers.loaded();
+        for (key, entry) in &loaded.entries {
+            self.hand_over(key, entry.as_ref());
         }
+        self.forget(&loaded.gone);
     }
 
     /// Takes in an entry that the device has saved for the lower tiers.
     pub(super) fn take_stored(&mut self, key: Key, entry: Entry) {
-        let kept = self.tiers.put(key, entry.clone());
-        self.hand_over(&key, Some(&entry).filter(|_| kept));
+        self.hand_over(&key, Some(&entry));
+        let gone = self.tiers.put(key, entry);
+        self.forget(&gone);
     }
 
-    /// Hands an entry to the sequences that wait for it; one that is not to be had is forgotten.
+    /// Forgets what no tier holds any more.
+    fn forget(&mut self, gone: &[Key]) {
+        if let Some(prefix) = &mut self.prefix {
+            gone.iter().for_each(|key| prefix.forget(key, &mut self.pools));
+        }
+    }
+
+    /// Hands an entry to the sequences that wait for it; they need not wait for one that is not to
+    /// be had.
     fn hand_over(&mut self, key: &Key, entry: Option<&Entry>) {
         for sequence in self.sequences.values_mut() {
             if sequence.stored.coming.remove(key)
@@ -69,9 +80,6 @@ impl Scheduler {
             {
                 sequence.stored.here.insert(*key, entry.clone());
             }
-        }
-        if let (None, Some(prefix)) = (entry, &mut self.prefix) {
-            prefix.forget(key, &mut self.pools);
         }
     }
 

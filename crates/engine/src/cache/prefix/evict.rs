@@ -1,50 +1,51 @@
 //! Dropping entries of the index: the least recently used first, leaves before what they hang on.
 
-use super::{Key, NodeId, PrefixIndex};
+use super::tree::{Node, NodeId};
+use super::{Key, PrefixIndex};
 use crate::cache::pages::Pools;
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Arc;
-
-enum Candidate {
-    Page(NodeId),
-    Snapshot(NodeId, Arc<[u32]>),
-}
 
 impl PrefixIndex {
     /// Drops entries from the device until `pages` pages have been freed, or nothing more can be
-    /// freed. Returns how many were.
+    /// freed; what is pinned stays. Returns how many were. All that
+    /// [`reclaimable`](crate::cache::pages::Pool::reclaimable) counts can be freed.
     pub fn evict(&mut self, pages: usize, pools: &mut Pools) -> usize {
         let before = pools.pages.available();
-        let mut held = self.on_device();
-        // A page may be open in one snapshot and full in a node: it is free after both have gone.
-        while self.evict_pass(before.saturating_add(pages), pools) < before.saturating_add(pages) {
-            let now = self.on_device();
-            if now == held {
+        let wanted = before.saturating_add(pages);
+        loop {
+            let held = self.on_device();
+            self.evict_pass(wanted, pools);
+            // A page may be open in one snapshot and full in a node: it is free after both have
+            // gone.
+            if pools.pages.available() >= wanted || self.on_device() == held {
                 break;
             }
-            held = now;
         }
+        self.remove_bare_roots();
         pools.pages.available() - before
     }
 
-    /// Drops what can go until `wanted` pages are available. Returns how many are.
-    fn evict_pass(&mut self, wanted: usize, pools: &mut Pools) -> usize {
-        if pools.pages.available() >= wanted {
-            return pools.pages.available();
-        }
-        for (_, _, candidate) in self.candidates() {
-            match candidate {
-                Candidate::Snapshot(id, tail) => {
-                    if self.nodes[id].is_some() {
-                        self.drop_from_device(id, &tail, pools);
+    /// Drops what can go until `wanted` pages are available.
+    fn evict_pass(&mut self, wanted: usize, pools: &mut Pools) {
+        let (mut after_page, mut after_snapshot) = (Unbounded, Unbounded);
+        while pools.pages.available() < wanted {
+            let page = self.pages_by_use.range((after_page, Unbounded)).next().copied();
+            let snapshot = self.snapshots_by_use.range((after_snapshot.clone(), Unbounded)).next();
+            match (page, snapshot.cloned()) {
+                (page, Some(rank)) if page.is_none_or(|p| (rank.0, rank.1) <= (p.0, p.1)) => {
+                    if !self.is_pinned(rank.2, &rank.3, pools) {
+                        self.drop_from_device(rank.2, &rank.3, pools);
                     }
+                    after_snapshot = Excluded(rank);
                 }
-                Candidate::Page(id) => self.drop_page(id, pools),
-            }
-            if pools.pages.available() >= wanted {
-                break;
+                (Some(rank), _) => {
+                    self.drop_page(rank.2, pools);
+                    after_page = Excluded(rank);
+                }
+                (None, _) => return,
             }
         }
-        pools.pages.available()
     }
 
     /// Drops everything from the device, and forgets what is nowhere else.
@@ -54,21 +55,27 @@ impl PrefixIndex {
 
     /// Drops the least recently used snapshot from the device.
     pub(super) fn evict_snapshot(&mut self, pools: &mut Pools) {
-        let oldest = self.candidates().into_iter().find_map(|(_, _, candidate)| match candidate {
-            Candidate::Snapshot(id, tail) => Some((id, tail)),
-            Candidate::Page(_) => None,
-        });
-        if let Some((id, tail)) = oldest {
+        let mut ranks = self.snapshots_by_use.iter();
+        let oldest = ranks.find(|rank| !self.is_pinned(rank.2, &rank.3, pools)).cloned();
+        if let Some((_, _, id, tail)) = oldest {
             self.drop_from_device(id, &tail, pools);
         }
     }
 
-    /// Forgets an entry that a lower tier turned out not to hold.
+    /// Whether others than the index refer to a snapshot's slot.
+    fn is_pinned(&self, id: NodeId, tail: &Arc<[u32]>, pools: &Pools) -> bool {
+        let slot = self.node(id).snapshots.get(tail).and_then(|snapshot| snapshot.slot);
+        slot.is_some_and(|slot| pools.slots.refs(slot) > 1)
+    }
+
+    /// Forgets an entry that no lower tier holds, unless it lies on the device: then it goes when
+    /// it leaves that. What hangs under a forgotten page is forgotten, too.
     pub fn forget(&mut self, key: &Key, pools: &mut Pools) {
         match self.by_key.get(key).cloned() {
             Some((id, None)) => {
-                self.node_mut(id).stored = false;
-                if self.node(id).page.is_none() {
+                let node = self.node_mut(id);
+                node.stored = false;
+                if node.page.is_none() && node.parent.is_some() {
                     self.remove_subtree(id, pools);
                 }
             }
@@ -82,82 +89,54 @@ impl PrefixIndex {
             }
             None => {}
         }
+        self.remove_bare_roots();
     }
 
-    /// What lies on the device, the first to go first.
-    fn candidates(&self) -> Vec<(u64, usize, Candidate)> {
-        let mut out = Vec::new();
-        for (id, node) in self.nodes.iter().enumerate() {
-            let Some(node) = node else { continue };
-            for (tail, snapshot) in &node.snapshots {
-                if snapshot.slot.is_some() {
-                    let candidate = Candidate::Snapshot(id, tail.clone());
-                    out.push((snapshot.used, usize::MAX - snapshot.position, candidate));
-                }
-            }
-            if node.page.is_some() {
-                out.push((node.used, usize::MAX - node.end, Candidate::Page(id)));
-            }
-        }
-        // A node is used whenever something under it is, so this order meets leaves first.
-        out.sort_by_key(|&(used, shallow, _)| (used, shallow));
-        out
-    }
-
-    /// Drops a snapshot's slot and open page; forgets it if it is nowhere else.
+    /// Drops a snapshot from the device; forgets it if it is nowhere else.
     pub(super) fn drop_from_device(&mut self, id: NodeId, tail: &Arc<[u32]>, pools: &mut Pools) {
-        let Some(snapshot) = self.node_mut(id).snapshots.get_mut(tail) else { return };
-        let (slot, open, stored) = (snapshot.slot.take(), snapshot.open.take(), snapshot.stored);
-        if let Some(slot) = slot {
-            pools.slots.release(slot);
-            self.snapshots_on_device -= 1;
-        }
-        if let Some(open) = open {
-            pools.pages.release(open);
-        }
-        if !stored {
+        self.take_state(id, tail, pools);
+        if self.node(id).snapshots.get(tail).is_some_and(|snapshot| !snapshot.stored) {
             self.remove_snapshot(id, tail, pools);
         }
     }
 
-    /// Drops a node's page, unless a sequence uses it: that would free nothing. What hangs under a
-    /// page that is nowhere else is of no use without it.
+    /// Drops a node's page, unless others use it: that would free nothing. What hangs under a page
+    /// that is nowhere else is of no use without it.
     fn drop_page(&mut self, id: NodeId, pools: &mut Pools) {
-        let Some(node) = &mut self.nodes[id] else { return };
+        let node = self.node(id);
         let Some(page) = node.page else { return };
         if pools.pages.refs(page) > 1 {
             return;
         }
-        if node.stored {
-            node.page = None;
-            pools.pages.release(page);
-        } else {
-            self.remove_subtree(id, pools);
+        match node.stored {
+            true => self.take_page(id, pools),
+            false => self.remove_subtree(id, pools),
         }
     }
 
     fn remove_snapshot(&mut self, id: NodeId, tail: &Arc<[u32]>, pools: &mut Pools) {
-        let Some(snapshot) = self.node_mut(id).snapshots.remove(tail) else { return };
-        self.by_key.remove(&snapshot.key);
-        if let Some(slot) = snapshot.slot {
-            pools.slots.release(slot);
-            self.snapshots_on_device -= 1;
-        }
-        if let Some(open) = snapshot.open {
-            pools.pages.release(open);
+        self.take_state(id, tail, pools);
+        if let Some(snapshot) = self.node_mut(id).snapshots.remove(tail) {
+            self.by_key.remove(&snapshot.key);
+            self.bare_roots.push(id);
         }
     }
 
     /// Forgets a node and everything under it.
     fn remove_subtree(&mut self, id: NodeId, pools: &mut Pools) {
-        let children: Vec<NodeId> = self.node(id).children.values().copied().collect();
-        children.into_iter().for_each(|child| self.remove_subtree(child, pools));
-        let tails: Vec<_> = self.node(id).snapshots.keys().cloned().collect();
-        tails.iter().for_each(|tail| self.remove_snapshot(id, tail, pools));
-        if let Some(page) = self.node_mut(id).page.take() {
-            pools.pages.release(page);
+        // Parents before what hangs on them.
+        let mut ids = vec![id];
+        let mut next = 0;
+        while let Some(&id) = ids.get(next) {
+            ids.extend(self.node(id).children.values());
+            next += 1;
         }
-        self.remove_node(id);
+        for id in ids.into_iter().rev() {
+            let tails: Vec<_> = self.node(id).snapshots.keys().cloned().collect();
+            tails.iter().for_each(|tail| self.remove_snapshot(id, tail, pools));
+            self.take_page(id, pools);
+            self.remove_node(id);
+        }
     }
 
     /// Takes an empty node out of the tree.
@@ -167,13 +146,20 @@ impl PrefixIndex {
         self.vacant.push(id);
         if let Some((parent, tokens)) = node.parent {
             self.node_mut(parent).children.remove(&tokens);
+            self.bare_roots.push(parent);
         }
     }
 
-    /// Pages and snapshots that the index holds on the device.
-    pub fn on_device(&self) -> (usize, usize) {
-        let nodes = self.nodes.iter().flatten();
-        let pages = nodes.filter(|node| node.page.is_some()).count();
-        (pages, self.snapshots_on_device)
+    /// Takes out roots that have nothing left under them. Those that lost something are looked at,
+    /// at the end of each change: until then ids of roots stay valid.
+    pub(super) fn remove_bare_roots(&mut self) {
+        while let Some(id) = self.bare_roots.pop() {
+            let node = self.nodes[id].as_ref();
+            let bare =
+                |n: &Node| n.parent.is_none() && n.children.is_empty() && n.snapshots.is_empty();
+            if node.is_some_and(bare) {
+                self.remove_node(id);
+            }
+        }
     }
 }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::cache::pages::Pools;
 use proptest::prelude::*;
+use std::cmp::Reverse;
 
 const PAGE: usize = 4;
 
@@ -81,7 +82,7 @@ fn evicted_entries_survive_only_where_they_are_stored() {
 
     index.forget(&inserted.pages[0].0.key, &mut pools);
     assert!(index.lookup(None, &text(9), 8).hit.is_none());
-    assert_eq!(index.by_key.len(), 1, "only the root is left");
+    assert_eq!(index.known(), 0, "not even the root is left");
 }
 
 #[test]
@@ -103,6 +104,78 @@ fn entries_are_restored_from_their_descriptions() {
     let mut elsewhere = PrefixIndex::new(PAGE, 4, b"another model");
     elsewhere.restore(&inserted.pages[0].0);
     assert_eq!(elsewhere.lookup(None, &text(9), 8), Lookup::default());
+}
+
+/// What is in the way of a hit goes, but not what the hit itself needs.
+#[test]
+fn a_pinned_hit_is_not_evicted() {
+    // The snapshot lies in the page after the cut, at its end, or in the cut's own page.
+    for len in [8, 9, 11] {
+        let (mut index, mut pools) = (index(4), Pools::new(16, 8));
+        visit(&mut index, &mut pools, &text(len), 2);
+        let other: Vec<u32> = text(7).iter().map(|t| t + 50).collect();
+        visit(&mut index, &mut pools, &other, 2);
+        let longest = len - 1;
+        let before = index.lookup(None, &text(len), longest);
+        let hit = before.hit.clone().expect("found");
+        hit.pin(&mut pools);
+        assert_eq!(pools.pages.reclaimable(), 2, "those of the other text");
+        assert_eq!(index.evict(usize::MAX, &mut pools), 2);
+        index.evict_snapshot(&mut pools);
+        assert!(index.lookup(None, &other, 6).hit.is_none());
+        assert_eq!(index.lookup(None, &text(len), longest), before);
+        hit.unpin(&mut pools);
+        index.clear(&mut pools);
+        assert_eq!((pools.pages.used(), pools.slots.used(), index.known()), (0, 0, 0));
+    }
+}
+
+/// Clients choose salts: one that has nothing left must leave nothing.
+#[test]
+fn roots_go_with_what_hangs_under_them() {
+    let (mut index, mut pools) = (index(2), Pools::new(16, 8));
+    for i in 0..100 {
+        let salt = i.to_string();
+        // Too short for a page: there is but a snapshot, which the next ones push out.
+        let page = pools.pages.take().expect("room");
+        index.insert(Some(&salt), &text(3), &[page], Some(1), &mut pools);
+        pools.pages.release(page);
+        assert!(index.lookup(Some(&salt), &text(3), 2).hit.is_some());
+        // Nothing is entered at all.
+        index.insert(Some(&format!("{salt} again")), &text(3), &[], None, &mut pools);
+        assert!(index.known() <= 4, "{} after {i}", index.known());
+        check(&index);
+    }
+    // The only thing under its root is made anew, to be cut from earlier on.
+    let page = pools.pages.take().expect("room");
+    let inserted = index.insert(Some("99"), &text(3), &[page], Some(0), &mut pools);
+    assert!(inserted.snapshot.is_some());
+    pools.pages.release(page);
+    index.clear(&mut pools);
+    assert_eq!((index.known(), index.vacant.len()), (0, index.nodes.len()));
+
+    // A state whose page is not known leaves no root, either.
+    let (tokens, parent) = (Arc::from([1; 9]), [3; 16]);
+    let entry = Description { key: [4; 16], parent, tokens, lowest: Some(1), at_root: true };
+    assert!(!index.restore(&entry));
+    assert_eq!(index.known(), 0);
+}
+
+/// What is in the order of use is what is on the device, and every root has something.
+fn check(index: &PrefixIndex) {
+    let nodes = || index.nodes.iter().enumerate().filter_map(|(id, n)| Some((id, n.as_ref()?)));
+    let pages = nodes().filter(|(_, node)| node.page.is_some());
+    let pages: BTreeSet<_> = pages.map(|(id, node)| (node.used, Reverse(node.end), id)).collect();
+    assert_eq!(pages, index.pages_by_use);
+    let mut snapshots = BTreeSet::new();
+    for (id, node) in nodes() {
+        let bare = node.children.is_empty() && node.snapshots.is_empty();
+        assert!(node.parent.is_some() || !bare, "a bare root");
+        for (tail, snapshot) in node.snapshots.iter().filter(|(_, s)| s.slot.is_some()) {
+            snapshots.insert((snapshot.used, Reverse(snapshot.position), id, tail.clone()));
+        }
+    }
+    assert_eq!(snapshots, index.snapshots_by_use);
 }
 
 proptest! {
@@ -159,15 +232,28 @@ proptest! {
                                 Place::Stored(key) => missing.push(*key),
                             }
                         }
+                        if slack == 2 {
+                            hit.pin(&mut pools);
+                            let can = pools.pages.reclaimable();
+                            prop_assert_eq!(index.evict(usize::MAX, &mut pools), can);
+                            let again = index.lookup(None, &text, longest).hit;
+                            prop_assert_eq!(again.as_ref(), Some(&hit));
+                            hit.unpin(&mut pools);
+                        }
                         if slack == 3 {
                             missing.iter().for_each(|key| index.forget(key, &mut pools));
                         }
                     }
                 }
                 _ => {
-                    index.evict(slack, &mut pools);
+                    let can = pools.pages.reclaimable();
+                    match slack {
+                        3 => prop_assert_eq!(index.evict(usize::MAX, &mut pools), can),
+                        _ => prop_assert!(index.evict(slack, &mut pools) >= slack.min(can)),
+                    }
                 }
             }
+            check(&index);
             let (pages, snapshots) = index.on_device();
             prop_assert!(snapshots <= 3);
             prop_assert_eq!(pools.slots.used(), snapshots);

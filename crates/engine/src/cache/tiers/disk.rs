@@ -1,39 +1,20 @@
 //! Entries in a directory: one file each, named by its key.
 //!
-//! A file is a magic number, the length of a header (little-endian u32), the header (JSON), the
-//! payload, and the sha256 of everything before. Files are written under another name and renamed,
-//! so readers see whole files only. A thread does the reading and writing, in the order in which it
-//! was told.
+//! Files are written under another name and renamed, so readers see whole files only. A thread does
+//! the reading and writing, in the order in which it was told.
+
+mod file;
 
 use super::Entry;
-use crate::cache::Snapshot;
 use crate::cache::prefix::{Description, Key, PrefixIndex};
-use serde::{Deserialize, Serialize};
+use file::{DIGEST, decode, head, hex, is_left_over, partial, read_header, write_file};
 use sha2::{Digest, Sha256};
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
-
-const MAGIC: &[u8; 8] = b"DIPREFX1";
-const DIGEST: usize = 32;
-
-/// What a file says about its payload.
-#[derive(Serialize, Deserialize)]
-struct Header {
-    identity: String,
-    key: String,
-    parent: String,
-    at_root: bool,
-    tokens: Vec<u32>,
-    lowest: Option<usize>,
-    position: u32,
-    /// Lengths of the parts of the payload: a page; or a state's rings, then its pages.
-    parts: Vec<usize>,
-}
 
 enum Message {
     /// The file's beginning, up to the payload, and the payload.
@@ -94,6 +75,11 @@ impl Disk {
         for file in fs::read_dir(&self.dir)? {
             let Ok(file) = file else { continue };
             let path = file.path();
+            if is_left_over(&path) {
+                // Another process may have done so at the same time.
+                let _ = fs::remove_file(&path);
+                continue;
+            }
             if path.extension().is_none_or(|e| e != "prefix") {
                 continue;
             }
@@ -136,17 +122,26 @@ impl Disk {
         self.bytes += size;
     }
 
-    /// Takes an entry in; a thread writes it. The oldest ones make room.
-    pub fn put(&mut self, description: Description, entry: Entry) {
-        let Some(head) = head(&self.identity, &description, &entry) else { return };
+    /// Takes an entry in; a thread writes it. Returns what is not here any more: the oldest ones
+    /// make room.
+    pub fn put(&mut self, description: Description, entry: Entry) -> Vec<Key> {
         let key = description.key;
+        let Some(head) = head(&self.identity, &description, &entry) else { return vec![key] };
+        let mut dropped = Vec::new();
         self.note(key, (head.len() + entry.bytes() + DIGEST) as u64);
         self.send(Message::Write(self.path(&key), head, entry));
         while self.bytes > self.limit {
-            let Some(oldest) = self.order.pop_front() else { return };
+            let Some(oldest) = self.order.pop_front() else { break };
             self.bytes -= self.files.remove(&oldest).unwrap_or(0);
             self.send(Message::Remove(self.path(&oldest)));
+            dropped.push(oldest);
         }
+        dropped
+    }
+
+    /// Whether an entry is here, or is being read.
+    pub fn holds(&self, key: &Key) -> bool {
+        self.files.contains_key(key) || self.reading.contains(key)
     }
 
     /// Asks for an entry, which [`Disk::loaded`] will return. Returns false if there is none.
@@ -203,7 +198,7 @@ fn work_on_files(identity: &str, messages: &Receiver<Message>, loaded: &Sender<L
     for message in messages {
         match message {
             Message::Write(path, head, entry) => {
-                let partial = path.with_extension(format!("{}.part", std::process::id()));
+                let partial = partial(&path, std::process::id());
                 // What cannot be written is a miss later.
                 let written = write_file(&partial, &head, &entry);
                 if written.and_then(|()| fs::rename(&partial, &path)).is_err() {
@@ -225,114 +220,14 @@ fn work_on_files(identity: &str, messages: &Receiver<Message>, loaded: &Sender<L
     }
 }
 
-fn write_file(path: &Path, head: &[u8], entry: &Entry) -> io::Result<()> {
-    let mut file = File::create(path)?;
-    let mut digest = Sha256::new();
-    for part in std::iter::once(head).chain(entry.parts()) {
-        digest.update(part);
-        file.write_all(part)?;
-    }
-    file.write_all(&digest.finalize())
-}
-
-/// A file up to its payload.
-fn head(identity: &str, description: &Description, entry: &Entry) -> Option<Vec<u8>> {
-    let position = match entry {
-        Entry::Page(_) => 0,
-        Entry::State(state) => state.position,
-    };
-    let header = Header {
-        identity: identity.to_owned(),
-        key: hex(&description.key),
-        parent: hex(&description.parent),
-        at_root: description.at_root,
-        tokens: description.tokens.to_vec(),
-        lowest: description.lowest,
-        position,
-        parts: entry.parts().map(<[u8]>::len).collect(),
-    };
-    let header = serde_json::to_vec(&header).ok()?;
-    let mut head = MAGIC.to_vec();
-    head.extend_from_slice(&(header.len() as u32).to_le_bytes());
-    head.extend_from_slice(&header);
-    Some(head)
-}
-
-fn decode(identity: &str, key: &Key, file: &[u8]) -> Option<Entry> {
-    let body = file.len().checked_sub(DIGEST)?;
-    let (body, digest) = file.split_at(body);
-    if Sha256::digest(body)[..] != *digest {
-        return None;
-    }
-    let (header, mut payload) = split_header(body)?;
-    if header.identity != identity || header.key != hex(key) {
-        return None;
-    }
-    let mut parts = Vec::with_capacity(header.parts.len());
-    for &len in &header.parts {
-        let (part, rest) = payload.split_at_checked(len)?;
-        parts.push(part.to_vec());
-        payload = rest;
-    }
-    let mut parts = parts.into_iter();
-    let first = parts.next()?;
-    Some(match header.lowest {
-        None => Entry::Page(Arc::new(first)),
-        Some(_) => {
-            let (position, pages) = (header.position, parts.collect());
-            Entry::State(Arc::new(Snapshot { position, slot: first, pages }))
-        }
-    })
-}
-
-fn split_header(body: &[u8]) -> Option<(Header, &[u8])> {
-    let rest = body.strip_prefix(MAGIC)?;
-    let (len, rest) = rest.split_first_chunk::<4>()?;
-    let (header, payload) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
-    Some((serde_json::from_slice(header).ok()?, payload))
-}
-
-fn read_header(path: &Path) -> Option<Header> {
-    let mut file = File::open(path).ok()?;
-    let mut start = [0; 12];
-    file.read_exact(&mut start).ok()?;
-    let len = u32::from_le_bytes([start[8], start[9], start[10], start[11]]);
-    let mut body = start.to_vec();
-    file.take(u64::from(len)).read_to_end(&mut body).ok()?;
-    split_header(&body).map(|(header, _)| header)
-}
-
-impl Header {
-    fn description(&self) -> Option<Description> {
-        Some(Description {
-            key: unhex(&self.key)?,
-            parent: unhex(&self.parent)?,
-            tokens: self.tokens.as_slice().into(),
-            lowest: self.lowest,
-            at_root: self.at_root,
-        })
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Option<Key> {
-    let mut key = Key::default();
-    if text.len() != 2 * key.len() || !text.is_ascii() {
-        return None;
-    }
-    for (byte, pair) in key.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
-    }
-    Some(key)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::Snapshot;
     use proptest::prelude::*;
+    use std::fs::File;
+    use std::sync::Arc;
+    use std::time::{Duration, SystemTime};
 
     fn description(key: u8, lowest: Option<usize>) -> Description {
         let tokens = [1, 2, 3].as_slice().into();
@@ -401,6 +296,34 @@ mod tests {
         assert_eq!(sizes, disk.bytes);
         let files = fs::read_dir(dir.path()).expect("is there").count();
         assert_eq!(files, disk.files.len());
+    }
+
+    #[test]
+    fn what_a_crash_left_is_removed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let key = |key: u8| dir.path().join(format!("{}.prefix", hex(&[key; 16])));
+        let file = |path: PathBuf, age: Duration| {
+            let file = File::create(&path).expect("can be written");
+            let time = SystemTime::now().checked_sub(age).expect("is a time");
+            file.set_modified(time).expect("can be set");
+            path
+        };
+        let (ended, other) = (u32::MAX, std::os::unix::process::parent_id());
+        let hours = |count: u64| Duration::from_secs(3600 * count);
+        let left = [
+            file(partial(&key(1), ended), hours(2)),
+            file(partial(&key(2), std::process::id()), hours(2)),
+        ];
+        let kept = [
+            file(partial(&key(3), ended), hours(0)),
+            file(partial(&key(4), std::process::id()), hours(0)),
+            file(partial(&key(5), other), hours(2)),
+            file(dir.path().join("notes.7.part"), hours(2)),
+            file(dir.path().join("film.part"), hours(2)),
+        ];
+        Disk::open(dir.path(), 1 << 20, b"me").expect("opens");
+        left.iter().for_each(|path| assert!(!path.exists(), "{path:?} was left"));
+        kept.iter().for_each(|path| assert!(path.exists(), "{path:?} may be somebody's"));
     }
 
     #[test]

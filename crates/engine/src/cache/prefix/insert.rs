@@ -1,0 +1,159 @@
+//! Entering texts, and what lower tiers hold.
+
+use super::tree::{NodeId, Snapshot, bytes, digest, page_key, state_key};
+use super::{Description, Inserted, Key, NewSnapshot, PrefixIndex};
+use crate::cache::pages::Pools;
+use std::cmp::Reverse;
+use std::sync::Arc;
+
+impl PrefixIndex {
+    /// Enters the full pages of `tokens`, the beginning of a text that lies in `pages`. With
+    /// `lowest`, also makes room for a snapshot of the state after `tokens`, which can be cut from
+    /// there on; there may be no room. The index takes references of its own.
+    pub fn insert(
+        &mut self,
+        salt: Option<&str>,
+        tokens: &[u32],
+        pages: &[u32],
+        lowest: Option<usize>,
+        pools: &mut Pools,
+    ) -> Inserted {
+        self.clock += 1;
+        let mut inserted = Inserted::default();
+        let root = self.root(salt);
+        let mut id = root;
+        for (text, &page) in tokens.chunks_exact(self.page_tokens).zip(pages) {
+            let (parent, at_root) = (self.node(id).key, self.node(id).parent.is_none());
+            id = match self.node(id).children.get(text) {
+                Some(&child) => child,
+                None => self.add_node(id, text.into()),
+            };
+            self.touch(id);
+            let node = self.node(id);
+            if node.page.is_none() {
+                let (key, stored) = (node.key, node.stored);
+                self.set_page(id, page, pools);
+                if !stored {
+                    let tokens = text.into();
+                    let description = Description { key, parent, tokens, lowest: None, at_root };
+                    inserted.pages.push((description, page));
+                }
+            }
+        }
+        if let Some(lowest) = lowest {
+            inserted.snapshot = self.add_snapshot(id, tokens, pages, lowest, pools);
+        }
+        self.bare_roots.push(root);
+        self.remove_bare_roots();
+        inserted
+    }
+
+    fn add_snapshot(
+        &mut self,
+        id: NodeId,
+        tokens: &[u32],
+        pages: &[u32],
+        lowest: usize,
+        pools: &mut Pools,
+    ) -> Option<NewSnapshot> {
+        let node = self.node(id);
+        let (end, parent) = (node.end, node.key);
+        let tail: Arc<[u32]> = tokens[end..].into();
+        if let Some(known) = node.snapshots.get(&tail) {
+            if known.slot.is_some() && known.lowest <= lowest {
+                self.touch_snapshot(id, &tail);
+                return None;
+            }
+            self.drop_from_device(id, &tail, pools);
+        }
+        if self.snapshots_by_use.len() >= self.most_snapshots {
+            self.evict_snapshot(pools);
+        }
+        if self.snapshots_by_use.len() >= self.most_snapshots {
+            return None;
+        }
+        let slot = pools.slots.take()?;
+        let open = (!tail.is_empty()).then(|| pages[end / self.page_tokens]);
+        if let Some(open) = open {
+            pools.pages.retain_cached(open);
+        }
+        let key = digest(&[&parent, b"state", &bytes(&tail)]);
+        self.by_key.insert(key, (id, Some(tail.clone())));
+        let (position, used) = (tokens.len(), self.clock);
+        let snapshot =
+            Snapshot { key, position, lowest, slot: Some(slot), open, stored: false, used };
+        self.snapshots_by_use.insert((used, Reverse(position), id, tail.clone()));
+        self.node_mut(id).snapshots.insert(tail.clone(), snapshot);
+        let description =
+            Description { key, parent, tokens: tail, lowest: Some(lowest), at_root: end == 0 };
+        Some(NewSnapshot { description, slot, open })
+    }
+
+    /// Enters an entry that a lower tier holds. Returns false if its parent is not known (yet), or
+    /// if it does not fit the tree.
+    pub fn restore(&mut self, entry: &Description) -> bool {
+        let entered = self.restore_under(entry);
+        self.remove_bare_roots();
+        entered
+    }
+
+    fn restore_under(&mut self, entry: &Description) -> bool {
+        if entry.at_root && !self.by_key.contains_key(&entry.parent) {
+            let root = self.add_root(entry.parent);
+            self.bare_roots.push(root);
+        }
+        let Some(&(id, None)) = self.by_key.get(&entry.parent) else { return false };
+        if entry.at_root != self.node(id).parent.is_none() {
+            return false;
+        }
+        let end = self.node(id).end;
+        match entry.lowest {
+            None => {
+                if entry.tokens.len() != self.page_tokens || entry.key != page_key(entry) {
+                    return false;
+                }
+                let child = match self.node(id).children.get(&entry.tokens) {
+                    Some(&child) => child,
+                    None => self.add_node(id, entry.tokens.clone()),
+                };
+                self.node_mut(child).stored = true;
+            }
+            Some(lowest) => {
+                let position = end + entry.tokens.len();
+                if entry.tokens.len() >= self.page_tokens
+                    || entry.key != state_key(entry)
+                    || lowest > position
+                {
+                    return false;
+                }
+                let tail = entry.tokens.clone();
+                self.by_key.insert(entry.key, (id, Some(tail.clone())));
+                let used = self.clock;
+                self.node_mut(id).snapshots.entry(tail).or_insert(Snapshot {
+                    key: entry.key,
+                    position,
+                    lowest,
+                    slot: None,
+                    open: None,
+                    stored: false,
+                    used,
+                });
+                self.set_stored(&entry.key);
+            }
+        }
+        true
+    }
+
+    /// Marks an entry as present in a lower tier, if the index still knows it.
+    pub fn set_stored(&mut self, key: &Key) {
+        match self.by_key.get(key).cloned() {
+            Some((id, None)) => self.node_mut(id).stored = true,
+            Some((id, Some(tail))) => {
+                if let Some(snapshot) = self.node_mut(id).snapshots.get_mut(&tail) {
+                    snapshot.stored = true;
+                }
+            }
+            None => {}
+        }
+    }
+}
