@@ -275,8 +275,24 @@ impl Drop for Engine {
     }
 }
 
+/// Closes the inbox when the loop ends, in whatever way: nobody waits for an answer any more.
+struct Closes<'a> {
+    shared: &'a Shared,
+    reason: String,
+}
+
+impl Drop for Closes<'_> {
+    fn drop(&mut self) {
+        let mut inbox = self.shared.lock();
+        inbox.arrivals.clear();
+        inbox.questions.clear();
+        inbox.ended = Some(std::mem::take(&mut self.reason));
+    }
+}
+
 /// Runs the loop until the engine is dropped or the device fails.
 fn serve<E: Executor>(mut steps: StepLoop<E>, shared: &Shared) {
+    let mut closes = Closes { shared, reason: "its thread has ended unexpectedly".to_owned() };
     let reason = loop {
         {
             let mut inbox = shared.lock();
@@ -304,10 +320,7 @@ fn serve<E: Executor>(mut steps: StepLoop<E>, shared: &Shared) {
         }
     };
     steps.scheduler.fail_all(&RequestError::Stopped { reason: reason.clone() });
-    let mut inbox = shared.lock();
-    inbox.arrivals.clear();
-    inbox.questions.clear();
-    inbox.ended = Some(reason);
+    closes.reason = reason;
 }
 
 impl Inbox {

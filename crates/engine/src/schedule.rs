@@ -23,7 +23,7 @@ use crate::sequence::{Arrival, Sequence};
 use crate::work::{Op, SequenceWork};
 use policy::TimeShares;
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -105,12 +105,13 @@ impl Scheduler {
         if waiting >= limit {
             return sequence.fail(RequestError::QueueFull { waiting, limit });
         }
+        let forks = leader.filter(|_| !sequence.wants_prompt_logprobs());
+        // What shares a prompt that is waiting or being read adds none.
         let (tokens, limit) = (self.waiting_tokens, self.shape.max_queued_tokens);
-        if tokens > 0 && tokens + sequence.prompt_len > limit {
+        if forks.is_none() && tokens > 0 && tokens + sequence.prompt_len > limit {
             return sequence.fail(RequestError::QueueTokensFull { waiting: tokens, limit });
         }
         let id = sequence.id;
-        let forks = leader.filter(|_| !sequence.wants_prompt_logprobs());
         self.sequences.insert(id, sequence);
         match forks {
             Some(leader) => self.forks.entry(leader).or_default().push(id),
@@ -150,7 +151,12 @@ impl Scheduler {
         let ids: Vec<RequestId> = self.sequences.values().filter(gone).map(|s| s.id).collect();
         ids.into_iter().for_each(|id| self.finish(id, FinishReason::Aborted));
         let Some(limit) = self.shape.max_wait else { return };
-        let late = |s: &&Sequence| !s.started && now.duration_since(s.arrival) > limit;
+        let started = |id: &RequestId| self.sequences.get(id).is_some_and(|s| s.started);
+        let led = self.forks.iter().filter(|&(leader, _)| started(leader));
+        let led: HashSet<RequestId> = led.flat_map(|(_, ids)| ids).copied().collect();
+        let late = |s: &&Sequence| {
+            !s.started && !led.contains(&s.id) && now.duration_since(s.arrival) > limit
+        };
         let ids: Vec<RequestId> = self.sequences.values().filter(late).map(|s| s.id).collect();
         for id in ids {
             if let Some(sequence) = self.remove(id) {

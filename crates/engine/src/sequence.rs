@@ -252,8 +252,10 @@ impl Sequence {
         self.usage.output_tokens += 1;
         let enough = self.output_len() >= self.params.min_tokens;
         let params = &self.params;
-        let ended = !params.ignore_eos && ends.contains(&id) || params.stop_tokens.contains(&id);
-        if ended && enough {
+        let eos = !params.ignore_eos && ends.contains(&id);
+        // A form that is complete allows nothing else, whatever the least number of tokens.
+        let complete = eos && self.form.grammar().is_some();
+        if complete || enough && (eos || params.stop_tokens.contains(&id)) {
             return Some(FinishReason::Stop);
         }
         if self.text.push(id, enough, &mut self.fresh_text) {

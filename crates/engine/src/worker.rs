@@ -208,7 +208,7 @@ impl<D: Device> ModelWorker<D> {
             for (i, &output) in plan.outputs.iter().enumerate() {
                 let last = output as usize + 1 == plan.tokens.len();
                 match sequence.follow {
-                    _ if slot.text.fault().is_some() => rows.push_ignored(),
+                    _ if slot.text.fault().is_some() || slot.text.is_dead() => rows.push_ignored(),
                     Some(_) => rows.push(&slot.text, &plan.tokens[1..=i], masks.row(i)),
                     None if sequence.sample && last => rows.push(&slot.text, &[], masks.row(0)),
                     None => rows.push_ignored(),
@@ -301,7 +301,7 @@ impl<D: Device> ModelWorker<D> {
             let position = tokens.len() as u32 - 1;
             let token = tokens[tokens.len() - 1];
             // As the model was released: nothing is drafted after a single token.
-            let more = position >= 2 && token != ABSENT && !slot.text.ended();
+            let more = position >= 2 && !slot.text.is_dead() && !slot.text.ended();
             if !sequence.sample || sequence.draft == 0 || !more {
                 continue;
             }
@@ -398,7 +398,7 @@ impl Slot {
                 }
             }
         }
-        if !sequence.sample || self.text.fault().is_some() {
+        if !sequence.sample || self.text.fault().is_some() || self.text.is_dead() {
             done.fault = self.text.fault().cloned();
             return done;
         }

@@ -5,7 +5,7 @@ mod serve;
 
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode, PrefixCache};
 use deepinfer::metrics::Metrics;
-use deepinfer::request::{Completion, FinishReason, Request, SamplingParams};
+use deepinfer::request::{Completion, FinishReason, Request, RequestError, SamplingParams};
 use random::Random;
 use serve::{alone, engine, random_tokens, requests, small};
 use std::sync::Arc;
@@ -46,6 +46,40 @@ fn a_request_runs() {
     let found = alone(&[Request::tokens([1, 2, 3], params)], &small());
     assert_eq!(found[0].tokens.len(), 8);
     assert_eq!(found[0].reason, Some(FinishReason::Length));
+}
+
+#[test]
+fn rules_that_allow_nothing_end_their_request_alone() {
+    let fine = SamplingParams { max_tokens: Some(40), ..SamplingParams::greedy() };
+    let fine = Request::tokens([1, 2, 3], fine);
+    let expected = alone(std::slice::from_ref(&fine), &small());
+    let nothing = SamplingParams {
+        max_tokens: Some(9),
+        allowed_tokens: vec![16],
+        bad_words: vec![vec![16]],
+        presence_penalty: 0.5,
+        ..SamplingParams::greedy()
+    };
+    // Allowed once: the text is dead only after a token.
+    let once = SamplingParams { bad_words: vec![vec![16, 16]], ..nothing.clone() };
+    for (overlap, draft) in
+        [(true, DraftMode::Off), (true, DraftMode::Fixed(5)), (false, DraftMode::Off)]
+    {
+        let engine = engine(&EngineConfig { overlap, draft, ..small() });
+        let requests = [&nothing, &once].map(|p| Request::tokens([4, 5, 6], p.clone()));
+        let [nothing, once] = requests;
+        let found = engine.generate(vec![fine.clone(), nothing, once, fine.clone()], |_| {});
+        for (request, position) in [(1, 0), (2, 1)] {
+            let error = found[request].as_ref().expect_err("nothing is allowed");
+            assert_eq!(*error, RequestError::NothingAllowed { position }, "{overlap} {draft:?}");
+        }
+        for request in [0, 3] {
+            let found = found[request].as_ref().expect("served");
+            assert_eq!(found.ids(), expected[0].ids(), "{overlap} {draft:?}");
+        }
+        engine.clear_prefix_cache();
+        assert_eq!(engine.held().expect("still runs"), Default::default());
+    }
 }
 
 #[test]

@@ -201,3 +201,21 @@ fn every_call_is_valid() {
     assert_eq!(valid, RUNS);
     assert!(right > RUNS / 2, "and most are right: {right}");
 }
+
+#[test]
+fn a_complete_form_ends_whatever_the_least_number_of_tokens() {
+    let engine = Engine::open(Source::directory(demo()), &EngineConfig::default(), &mut |_, _| {})
+        .expect("starts");
+    let grammar = GrammarSpec::Choice(vec!["yes".into()]);
+    let params = SamplingParams {
+        min_tokens: 20,
+        max_tokens: Some(40),
+        constraint: Some(Arc::new(Constraint { grammar, trigger: None })),
+        ..SamplingParams::greedy()
+    };
+    let request = Request::text("Answer: ", params);
+    let found = engine.submit(request).expect("valid").wait().expect("served");
+    assert_eq!(found.text, "yes");
+    assert_eq!(found.reason, Some(FinishReason::Stop));
+    assert!(found.tokens.len() <= 4, "{} tokens", found.tokens.len());
+}

@@ -101,8 +101,13 @@ impl Engine {
         ids.map_err(value_error)
     }
 
-    /// Token ids of a conversation, for the assistant's next turn.
-    fn encode_chat(&self, messages: Vec<(String, String)>, effort: &str) -> PyResult<Vec<u32>> {
+    /// Token ids of a conversation, for the assistant's next turn, and whether that begins with
+    /// thinking.
+    fn encode_chat(
+        &self,
+        messages: Vec<(String, String)>,
+        effort: &str,
+    ) -> PyResult<(Vec<u32>, bool)> {
         let effort: Effort = effort.parse().map_err(value_error)?;
         let mut conversation = Conversation::default();
         for (role, content) in messages {
@@ -118,7 +123,8 @@ impl Engine {
         }
         let options = chat::Options { effort: Some(effort) };
         let template = ChatTemplate::new(self.tokenizer()?).map_err(value_error)?;
-        template.render(&conversation, &options).map_err(value_error)
+        let ids = template.render(&conversation, &options).map_err(value_error)?;
+        Ok((ids, effort.thinks()))
     }
 
     /// Text of token ids.

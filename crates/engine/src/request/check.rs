@@ -129,6 +129,8 @@ pub struct Bounds {
 
 /// Most log-probabilities a token.
 const MOST_LOGPROBS: usize = 1000;
+/// Entries that a list of a request may have: each one is looked at for every token.
+const MOST_LISTED: usize = 4096;
 
 /// Most continuations of one request.
 pub const MOST_SAMPLES: usize = 128;
@@ -208,6 +210,17 @@ impl SamplingParams {
 
     fn check_lists(&self, bounds: &Bounds) -> Result<(), RequestError> {
         let vocab = bounds.vocab;
+        for (field, entries) in [
+            ("logit_bias", self.logit_bias.len()),
+            ("stop_tokens", self.stop_tokens.len()),
+            ("bad_words", self.bad_words.len()),
+            ("stop", self.stop.len()),
+        ] {
+            if entries > MOST_LISTED {
+                let value = format!("a list of {entries}");
+                return Err(out_of_range(field, value, "at most 4096 entries"));
+            }
+        }
         let biased: Vec<u32> = self.logit_bias.iter().map(|&(token, _)| token).collect();
         check_tokens("logit_bias", &biased, vocab)?;
         for &(_, bias) in &self.logit_bias {
@@ -310,6 +323,12 @@ mod tests {
         assert!(refused(|p| p.stop_tokens = vec![100]).contains("stop_tokens"));
         assert!(refused(|p| p.bad_words = vec![vec![]]).contains("bad_words"));
         assert!(refused(|p| p.stop = vec!["x".into()]).contains("stop"));
+        assert!(
+            refused(|p| p.stop_tokens = vec![1; 4097]).contains("stop_tokens is a list of 4097")
+        );
+        assert!(refused(|p| p.logit_bias = vec![(1, 0.0); 4097]).contains("logit_bias"));
+        assert!(refused(|p| p.bad_words = vec![vec![1]; 4097]).contains("bad_words"));
+        assert!(refused(|p| p.stop = vec!["x".into(); 4097]).contains("stop"));
         assert!(refused(|p| p.n = 0).contains("n is 0"));
         assert!(refused(|p| p.n = 129).contains("n is 129"));
         assert!(refused(|p| p.forced = vec![100]).contains("forced"));

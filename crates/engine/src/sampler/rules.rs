@@ -4,7 +4,7 @@ use super::{NEUTRAL, SlotForm};
 use crate::grammar::MatchError;
 use crate::request::SamplingParams;
 use crate::work::Opening;
-use deepinfer_device::ops::{BiasEntry, PenaltyRow, SampleRow, TokenCount};
+use deepinfer_device::ops::{ABSENT, BiasEntry, PenaltyRow, SampleRow, TokenCount};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -44,6 +44,8 @@ impl SlotText {
         if !params.ignore_eos {
             forbidden.extend_from_slice(ends);
         }
+        forbidden.sort_unstable();
+        forbidden.dedup();
         let trigger = params.constraint.as_ref().and_then(|c| c.trigger.as_ref());
         let form = opening.grammar.map(|grammar| SlotForm::new(&grammar, trigger));
         let mut text = Self {
@@ -72,6 +74,11 @@ impl SlotText {
     /// The parameters.
     pub fn params(&self) -> &SamplingParams {
         &self.params
+    }
+
+    /// Whether no token was allowed at some point: nothing after it counts.
+    pub fn is_dead(&self) -> bool {
+        self.tokens.len() > self.prompt_len && self.tokens.last() == Some(&ABSENT)
     }
 
     /// Whether the newest token is one that ends the text.
@@ -103,8 +110,13 @@ impl SlotText {
         }
     }
 
-    /// Adds a token.
+    /// Adds a token. [`ABSENT`] stands where none was allowed: it only takes up its position, for
+    /// a step that was planned before this was known.
     pub fn push(&mut self, token: u32) {
+        if token == ABSENT {
+            self.tokens.push(token);
+            return;
+        }
         if self.tokens.len() >= self.prompt_len {
             self.thought |= self.params.thinking_budget.is_some_and(|b| b.end == token);
             if let Some(form) = &mut self.form {

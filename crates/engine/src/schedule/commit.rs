@@ -3,6 +3,7 @@
 use super::Scheduler;
 use crate::cache::tiers::Entry;
 use crate::request::{FinishReason, RequestError};
+use crate::sequence::Sequence;
 use crate::work::{Done, SaveName, SequenceDone, SequenceWork};
 use deepinfer_device::ops::ABSENT;
 use std::sync::Arc;
@@ -33,7 +34,13 @@ impl Scheduler {
             drafting += usize::from(!result.confidences.is_empty());
             let id = work.id;
             match self.take_result(work, result) {
-                Outcome::Continues => {}
+                // One that has been preempted meanwhile is not among the running ones.
+                Outcome::Continues => {
+                    let waits = |s: &&mut Sequence| s.place.is_none();
+                    if let Some(sequence) = self.sequences.get_mut(&id).filter(waits) {
+                        sequence.emit();
+                    }
+                }
                 Outcome::Ends(reason) => self.finish(id, reason),
                 Outcome::Fails(error) => {
                     if let Some(sequence) = self.remove(id) {

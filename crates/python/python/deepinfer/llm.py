@@ -147,12 +147,13 @@ class LLM:
         """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
-        ids = [
+        prompts = [
             self._engine.encode_chat([_message(m) for m in conversation], str(effort))
             for conversation in conversations
         ]
+        ids = [prompt for prompt, _ in prompts]
         texts: List[Optional[str]] = [None] * len(ids)
-        thinks = str(effort) not in ("none", "off", "0")
+        thinks = any(each for _, each in prompts)
         return self._run(texts, ids, sampling_params, so_args, use_tqdm, thinks=thinks)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> List[int]:
