@@ -3,15 +3,19 @@
 //! ```text
 //! cargo bench -p deepinfer --bench fairness -- MODEL_DIR [PROMPT_TOKENS, default 100000]
 //! ```
-//! Prints the time of the prompt alone; then, while it is read beside two running requests, the
-//! time to the first token of a newcomer of 100 tokens, the rate that the running requests keep,
-//! and the prompt's own time.
+//! Prints, for a prompt that is read beside two running requests: the time to the first token of
+//! newcomers of 100 tokens; how much of their rate the running requests keep, compared with the
+//! same tokens of the same requests alone; and the prompt's time, compared with the mean of its
+//! times alone before and after.
 
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
 use deepinfer::metrics::Histogram;
 use deepinfer::request::{Event, Request, RequestHandle, SamplingParams};
 use std::time::{Duration, Instant};
+
+/// Seconds over which rates are measured.
+const WINDOW: f64 = 2.0;
 
 /// Tokens of the requests that run: enough for as long as the prompt takes.
 const RUN: usize = 100_000;
@@ -44,6 +48,67 @@ fn count(handle: &RequestHandle) -> usize {
     tokens
 }
 
+/// Two requests that run, and what they have produced.
+struct Runners {
+    handles: [RequestHandle; 2],
+    tokens: usize,
+    start: Instant,
+}
+
+impl Runners {
+    /// Starts them and waits for their first tokens.
+    fn start(engine: &Engine) -> Result<Self, Box<dyn std::error::Error>> {
+        let handles = [engine.submit(request(50, 2, RUN))?, engine.submit(request(50, 3, RUN))?];
+        let start = Instant::now();
+        for handle in &handles {
+            first_token(handle, start);
+        }
+        Ok(Self { handles, tokens: 2, start: Instant::now() })
+    }
+
+    /// Seconds since the start, and tokens so far.
+    fn now(&mut self) -> (f64, f64) {
+        self.tokens += self.handles.iter().map(count).sum::<usize>();
+        (self.start.elapsed().as_secs_f64(), self.tokens as f64)
+    }
+
+    fn have_ended(&self) -> bool {
+        self.handles.iter().any(RequestHandle::is_done)
+    }
+}
+
+/// When undisturbed requests had produced so many tokens: contexts grow, and steps with them.
+struct Undisturbed(Vec<(f64, f64)>);
+
+impl Undisturbed {
+    fn measure(runners: &mut Runners, seconds: f64) -> Self {
+        let mut times = vec![runners.now()];
+        while times[times.len() - 1].0 < seconds {
+            std::thread::sleep(Duration::from_millis(20));
+            times.push(runners.now());
+        }
+        Self(times)
+    }
+
+    /// Rates at the beginning and at the end.
+    fn rates(&self) -> String {
+        let rate = |part: &[(f64, f64)]| match part {
+            [(t0, n0), .., (t1, n1)] => (n1 - n0) / (t1 - t0),
+            _ => 0.0,
+        };
+        let part = self.0.len() / 10;
+        let (first, last) = (rate(&self.0[..part]), rate(&self.0[self.0.len() - part..]));
+        format!("{first:.0} tokens/s at first, {last:.0} after {:.0} s", self.0[self.0.len() - 1].0)
+    }
+
+    /// Seconds from the start to so many tokens; `None` if they were not reached.
+    fn seconds(&self, tokens: f64) -> Option<f64> {
+        let i = self.0.partition_point(|&(_, t)| t < tokens);
+        let (before, after) = (self.0.get(i.max(1) - 1)?, self.0.get(i.max(1))?);
+        Some(before.0 + (after.0 - before.0) * (tokens - before.1) / (after.1 - before.1))
+    }
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
     let Some(model) = arguments.next() else {
@@ -58,77 +123,69 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ..EngineConfig::default()
     };
     let engine = Engine::open(Source::directory(model), &config, &mut |_, _| {})?;
-    let start = Instant::now();
-    let alone = first_token(&engine.submit(request(len, 1, 1))?, start);
-    println!("the prompt of {len} tokens alone: {alone:.2} s");
-
-    let runners = [engine.submit(request(50, 2, RUN))?, engine.submit(request(50, 3, RUN))?];
-    let counted = std::cell::Cell::new(Instant::now());
-    // Over the time since the last count, at least so long.
-    let rate = |seconds: f64| {
-        std::thread::sleep(Duration::from_secs_f64(seconds));
-        let tokens: usize = runners.iter().map(count).sum();
-        tokens as f64 / counted.replace(Instant::now()).elapsed().as_secs_f64()
+    let read_alone = || -> Result<f64, Box<dyn std::error::Error>> {
+        let start = Instant::now();
+        Ok(first_token(&engine.submit(request(len, 1, 1))?, start))
     };
-    rate(1.0);
-    // Steps and their seconds.
-    let steps = |histogram: &Histogram| (histogram.counts().iter().sum::<u64>(), histogram.sum());
-    let start = steps(&engine.metrics().decode_steps);
-    let quiet = rate(4.0);
-    let end = steps(&engine.metrics().decode_steps);
-    println!(
-        "decoding alone: {quiet:.0} tokens/s, {:.2} ms a step",
-        1e3 * (end.1 - start.1) / (end.0 - start.0) as f64
-    );
-    let start = Instant::now();
-    counted.set(start);
+    let before = read_alone()?;
+
+    // As many tokens as they will have produced when the prompt has been read beside them.
+    let mut runners = Runners::start(&engine)?;
+    let undisturbed = Undisturbed::measure(&mut runners, 1.5 * before);
+    drop(runners);
+    println!("decoding alone: {}", undisturbed.rates());
+
+    let mut runners = Runners::start(&engine)?;
     let metrics = engine.metrics();
-    let before = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
+    let steps = |histogram: &Histogram| (histogram.counts().iter().sum::<u64>(), histogram.sum());
+    let counts = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
+    let mut last = runners.now();
+    let start = Instant::now();
     let long = engine.submit(request(len, 4, 1))?;
     let reader = std::thread::spawn(move || first_token(&long, start));
-    let mut rates: Vec<f64> = Vec::new();
-    let mut newcomers: Vec<f64> = Vec::new();
+    let (mut shares, mut newcomers) = (Vec::new(), Vec::new());
     loop {
-        let speed = rate(2.0);
+        std::thread::sleep(Duration::from_secs_f64(WINDOW));
+        let now = runners.now();
         if reader.is_finished() {
             break;
         }
-        rates.push(speed);
+        let seconds =
+            |tokens| undisturbed.seconds(tokens).ok_or("the running requests were faster");
+        shares.push(100.0 * (seconds(now.1)? - seconds(last.1)?) / (now.0 - last.0));
+        last = now;
         let arrival = Instant::now();
         let newcomer = engine.submit(request(100, 5 + newcomers.len() as u32, 4))?;
         newcomers.push(first_token(&newcomer, arrival));
     }
-    let after = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
+    let now = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
     let beside = reader.join().map_err(|_| "the reader of the prompt's answer failed")?;
-    if rates.is_empty() {
+    if shares.is_empty() {
         return Err("the prompt is too short to measure rates beside it".into());
     }
-    if runners.iter().any(RequestHandle::is_done) {
+    if runners.have_ended() {
         return Err("the running requests ended before the prompt was read".into());
     }
+    drop(runners);
+    let after = read_alone()?;
+    let alone = (before + after) / 2.0;
+    println!("the prompt of {len} tokens alone: {before:.2} s before, {after:.2} s after");
     let worst = newcomers.iter().copied().fold(0.0, f64::max);
     println!(
         "newcomers of 100 tokens: {worst:.3} s at worst, {:.2}% of the prompt",
         100.0 * worst / alone
     );
-    // Contexts grow meanwhile, and steps with them: what would be without the prompt lies between
-    // the rates before and after it.
-    rate(1.0);
-    let later = rate(4.0);
-    let count = rates.len() as f64;
-    let alone_then = |i: usize| quiet + (later - quiet) * (i as f64 + 0.5) / count;
-    let mut shares: Vec<f64> =
-        rates.iter().enumerate().map(|(i, rate)| 100.0 * rate / alone_then(i)).collect();
     shares.sort_by(f64::total_cmp);
-    let (slowest, middle) = (shares[0], shares[shares.len() / 2]);
     println!(
-        "running requests keep {slowest:.0}% of their rate ({quiet:.0} tokens/s before, {later:.0} \
-         after) at worst, {middle:.0}% at the median, over {} times of 2 s or more",
-        rates.len()
+        "running requests keep {:.1}% of their rate at worst, {:.1}% at the median, over {} times \
+         of {WINDOW} s",
+        shares[0],
+        shares[shares.len() / 2],
+        shares.len()
     );
     println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
     for (name, before, after) in
-        [("only decoded", before[0], after[0]), ("read prompts", before[1], after[1])]
+        [("only decoded", counts[0], now[0]), ("read prompts", counts[1], now[1])]
     {
         let (count, seconds) = (after.0 - before.0, after.1 - before.1);
         println!(

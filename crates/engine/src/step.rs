@@ -88,19 +88,36 @@ pub struct Threaded {
 impl Threaded {
     /// Starts the thread.
     pub fn new(mut worker: impl Worker) -> std::io::Result<Self> {
-        let (work, inbox) = channel::<Work>();
+        let (work, mut inbox) = channel::<Work>();
         let (outbox, done) = channel();
         let thread = std::thread::Builder::new().name("worker".into()).spawn(move || {
-            for work in inbox {
-                let result = worker.run(work);
-                let failed = result.is_err();
-                if outbox.send(result).is_err() || failed {
+            while let Ok(first) = inbox.recv() {
+                if !worker.run_series(|worker| series(worker, first, &mut inbox, &outbox)) {
                     return;
                 }
             }
         })?;
         Ok(Self { work: Some(work), done, thread: Some(thread) })
     }
+}
+
+/// Runs `first`, and what has arrived meanwhile. Returns whether there may be more to run.
+fn series(
+    worker: &mut impl Worker,
+    first: Work,
+    inbox: &mut Receiver<Work>,
+    outbox: &Sender<Result<Done, DeviceError>>,
+) -> bool {
+    let mut next = Some(first);
+    while let Some(work) = next {
+        let result = worker.run(work);
+        let failed = result.is_err();
+        if outbox.send(result).is_err() || failed {
+            return false;
+        }
+        next = inbox.try_recv().ok();
+    }
+    true
 }
 
 impl Executor for Threaded {

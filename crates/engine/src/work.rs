@@ -168,4 +168,13 @@ pub struct SequenceDone {
 pub trait Worker: Send + 'static {
     /// Runs one step. An error is a fault of the device; no request can cause one.
     fn run(&mut self, work: Work) -> Result<Done, DeviceError>;
+
+    /// Runs `f`, which runs steps that follow each other at once, where they start soonest. `f` must
+    /// not wait for anything but the device.
+    fn run_series<R: Send>(&mut self, f: impl FnOnce(&mut Self) -> R + Send) -> R
+    where
+        Self: Sized,
+    {
+        f(self)
+    }
 }

@@ -477,6 +477,11 @@ impl<D: Device> Worker for ModelWorker<D> {
         let device = Arc::clone(&self.device);
         device.run(|| self.step(work))
     }
+
+    fn run_series<R: Send>(&mut self, f: impl FnOnce(&mut Self) -> R + Send) -> R {
+        let device = Arc::clone(&self.device);
+        device.run(|| f(self))
+    }
 }
 
 impl<D: Device> ModelWorker<D> {

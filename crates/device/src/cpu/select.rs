@@ -78,14 +78,22 @@ fn tasks(cpu: &Cpu, args: &Selection<'_, Cpu>, alone: bool) -> Vec<Task> {
         }
         return tasks;
     }
-    let group = if alone { 1 } else { GROUP.min(map.rows.div_ceil(2 * cpu.threads())).max(1) };
+    let most = if alone { 1 } else { GROUP.min(map.rows.div_ceil(2 * cpu.threads())).max(1) };
     let mut first = 0;
     while first < map.rows {
         let sequence = sequence_of(map, first);
-        let end = (first + group).min(map.rows);
-        let end = (first..end).find(|r| sequence_of(map, *r) != sequence).unwrap_or(end);
-        tasks.push(Task { rows: first..end, part: 0, parts: 1 });
-        first = end;
+        let end = (first..map.rows).find(|r| sequence_of(map, *r) != sequence).unwrap_or(map.rows);
+        let rows = end - first;
+        // As many groups for each thread: one that is left over would keep the others waiting.
+        let group = match rows.div_ceil(most) {
+            1 => rows,
+            groups => rows.div_ceil(groups.next_multiple_of(cpu.threads())),
+        };
+        while first < end {
+            let rows = first..(first + group).min(end);
+            first = rows.end;
+            tasks.push(Task { rows, part: 0, parts: 1 });
+        }
     }
     tasks
 }

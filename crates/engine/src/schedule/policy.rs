@@ -9,14 +9,22 @@
 /// Seconds over which running requests keep half their rate.
 const WINDOW: f64 = 2.0;
 
-/// What decoding gets back for a second lost. Were it 1, decoding would have half of the time on
-/// average, and less than that in windows that begin and end with prompts.
-const INTEREST: f64 = 1.15;
+/// What decoding gets back for a second lost, where steps are short. Were it 1, decoding would have
+/// half of the time on average, and less than that in windows that begin and end with prompts.
+const INTEREST: f64 = 1.085;
 
-/// Most that decoding may be owed, in seconds. With debts between 0 and `d`, prompts run for at most
-/// `(WINDOW + d) / (1 + INTEREST)` of a window: half of it with `d` = 0.075 windows. The rest is for
-/// steps that take longer than expected.
-const MOST_OWED: f64 = 0.06 * WINDOW;
+/// How much the interest grows with the part of a window that a step takes, up to
+/// [`MOST_INTEREST`]: a window holds few long steps, and rows that joined lately make one longer.
+const LONG_STEPS: f64 = 0.3;
+
+/// Most that decoding gets back for a second lost.
+const MOST_INTEREST: f64 = 1.15;
+
+/// Most that decoding may be owed, in seconds, where steps are short. With debts between 0 and `d`,
+/// prompts run for at most `(WINDOW + d) / (1 + INTEREST)` of a window: half of it with `d` = 0.0425
+/// windows. The rest is for steps that take longer than expected. Were it much less, what a step
+/// costs whatever its rows would count.
+const MOST_OWED: f64 = 0.04 * WINDOW;
 
 /// Fewest prompt rows in a step that has any.
 const FEWEST_ROWS: usize = 8;
@@ -72,7 +80,7 @@ impl TimeShares {
         // As much as one step that decodes can pay for, so that every step may have some; more
         // where such a step is short.
         let (own, now) = (self.own_seconds(decoding), self.decode.of(decoding));
-        let seconds = MOST_OWED.max(own) / INTEREST - (now - own);
+        let seconds = MOST_OWED.max(own) / interest(own) - (now - own);
         self.prompt.rows_in(seconds).max(FEWEST_ROWS)
     }
 
@@ -124,7 +132,7 @@ impl TimeShares {
     /// What decoding is owed after a step of `seconds`, beyond what it was owed before.
     fn charge(&self, decode_rows: usize, seconds: f64) -> f64 {
         let own = self.own_seconds(decode_rows);
-        INTEREST * (seconds - own) - own
+        interest(own) * (seconds - own) - own
     }
 
     /// Seconds of a step that only decodes, without the rows that joined lately: those are not held
@@ -134,6 +142,11 @@ impl TimeShares {
         let usual = self.decode.at((decode_rows as f64).min(self.usual_rows));
         usual.clamp(now * (1.0 - MOST_JOINING), now)
     }
+}
+
+/// What decoding gets back for a second lost, if its own part of a step takes `own` seconds.
+fn interest(own: f64) -> f64 {
+    (INTEREST + LONG_STEPS * own / WINDOW).min(MOST_INTEREST)
 }
 
 /// What rows cost: seconds as a line over their number, fitted to the last measurements. Where these
