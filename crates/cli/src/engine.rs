@@ -2,7 +2,7 @@
 
 use crate::args::{DraftArgs, EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
 use crate::failure::{Failure, Outcome};
-use crate::open;
+use crate::{open, plan};
 use anyhow::Context;
 use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
 use deepinfer::request::SamplingParams;
@@ -25,6 +25,12 @@ pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
     match engine {
         Ok(engine) => Ok(engine),
         Err(error) if error.is_setting() => Err(Failure::Usage(error.to_string())),
+        Err(EngineError::DoesNotFit(error)) => {
+            // Room for the requests of `generate` is made from their length.
+            let advice = format!("{} (generate: --max-tokens or --n)", plan::ADVICE);
+            let why = anyhow::anyhow!(plan::shortage(&error, &advice));
+            Err(why.context(format!("cannot run {place}")).into())
+        }
         Err(error) => Err(anyhow::Error::new(error).context(format!("cannot run {place}")).into()),
     }
 }

@@ -50,7 +50,7 @@ pub fn run(args: &Plan) -> Outcome {
     } else {
         print(&plan, fills)?;
     }
-    Ok(verdict.map_err(|error| anyhow::anyhow!(shortage(&error)))?)
+    Ok(verdict.map_err(|error| anyhow::anyhow!(shortage(&error, ADVICE)))?)
 }
 
 /// A size of memory. Few bytes without a unit are those of somebody who meant another one.
@@ -63,8 +63,11 @@ fn memory(size: &str) -> Result<u64, String> {
     }
 }
 
-/// What is missing, in the words of the command line.
-fn shortage(error: &DoesNotFit) -> String {
+/// What memory hangs on.
+pub const ADVICE: &str = "lower --kv-tokens, --max-seqs or --max-batch-tokens";
+
+/// What is missing, in the words of the command line, and what would help.
+pub fn shortage(error: &DoesNotFit, advice: &str) -> String {
     let sum = [
         (error.weights, "weights".to_owned()),
         (error.slots, "slots of sequences and snapshots".to_owned()),
@@ -76,7 +79,7 @@ fn shortage(error: &DoesNotFit) -> String {
         parts.map(|(bytes, name)| format!("{} for {name}", text::bytes(*bytes))).collect();
     let advice = match error.weights > error.available {
         true => "the weights alone do not fit",
-        false => "lower --kv-tokens, --max-seqs or --max-batch-tokens",
+        false => advice,
     };
     format!(
         "{} needed ({}), {} available; {advice}",
@@ -149,12 +152,12 @@ mod tests {
             available: 20_000_000,
         };
         assert_eq!(
-            shortage(&error),
+            shortage(&error, ADVICE),
             "42.5 MB needed (2.50 MB for slots of sequences and snapshots, 30.0 MB for pages for \
              65,536 tokens, 10.0 MB for work space), 20.0 MB available; lower --kv-tokens, \
              --max-seqs or --max-batch-tokens"
         );
         error.weights = 21_000_000;
-        assert!(shortage(&error).ends_with("the weights alone do not fit"));
+        assert!(shortage(&error, ADVICE).ends_with("the weights alone do not fit"));
     }
 }

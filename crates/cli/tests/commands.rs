@@ -215,6 +215,13 @@ fn a_plan_that_does_not_fit_fails_with_the_numbers() {
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("1.00 MB available; lower --kv-tokens"), "{text}");
+    // More than any machine has: 5 TB.
+    let model = tiny();
+    let much = ["--model", &model, "--device", "cpu", "--kv-tokens", "65000000000"];
+    let output = run(&[&["serve", "--port", "0"], &much[..]].concat());
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("TB needed (") && text.contains("; lower --kv-tokens"), "{text}");
     let fits = run(&["plan", "--model", &tiny(), "--memory", "64GB", "--json"]);
     assert_eq!(json(&fits)["fits"], true);
 }
