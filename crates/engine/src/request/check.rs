@@ -91,8 +91,9 @@ pub enum RequestError {
     },
     /// The request's own rules leave no token.
     #[error(
-        "every token is forbidden at output position {position}; relax allowed_tokens, logit_bias, \
-         bad_words or the grammar"
+        "no token can be chosen at output position {position}: allowed_tokens, logit_bias, \
+         bad_words or the grammar leave none; where none of these is given, the logits are not \
+         numbers, as from a damaged checkpoint"
     )]
     NothingAllowed {
         /// Tokens produced before.
