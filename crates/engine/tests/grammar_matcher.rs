@@ -360,3 +360,43 @@ fn rebuilt_from_its_tokens() {
         assert_eq!(mask(&mut kept, &SMALL.vocabulary), mask(&mut rebuilt, &SMALL.vocabulary));
     }
 }
+
+/// Sequences after many others of the same grammar are told what the first was: one that met every
+/// mask on its way, and one that takes the same tokens at once.
+#[test]
+fn sequences_leave_nothing_to_later_ones() {
+    for seed in 0..1500 {
+        let spec = || specs().swap_remove(4);
+        let mut walked = SMALL.matcher(spec());
+        let tokens = walk(&mut walked, &mut Rng::new(seed), 14);
+        let mut taken = SMALL.matcher(spec());
+        taken.replay(&tokens).unwrap();
+        let masks = [&mut walked, &mut taken].map(|matcher| mask(matcher, &SMALL.vocabulary));
+        assert_eq!(masks[0], masks[1], "seed {seed}, after {tokens:?}");
+    }
+}
+
+/// Going back again and again, now and then to the beginning, leaves nothing either.
+#[test]
+fn many_ways_back() {
+    for seed in 0..100 {
+        let mut rng = Rng::new(seed);
+        let spec = || specs().swap_remove(seed as usize % 5);
+        let mut matcher = SMALL.matcher(spec());
+        let mut tokens: Vec<u32> = Vec::new();
+        for _ in 0..40 {
+            let more = rng.below(8);
+            tokens.extend(walk(&mut matcher, &mut rng, more));
+            let back = match rng.below(6) {
+                0 => tokens.len(),
+                _ => rng.below(8).min(tokens.len()),
+            };
+            matcher.rollback(back).unwrap();
+            tokens.truncate(tokens.len() - back);
+            let mut fresh = SMALL.matcher(spec());
+            fresh.replay(&tokens).unwrap();
+            let masks = [&mut matcher, &mut fresh].map(|m| mask(m, &SMALL.vocabulary));
+            assert_eq!(masks[0], masks[1], "seed {seed}, after {tokens:?}");
+        }
+    }
+}

@@ -373,33 +373,3 @@ fn keyword_in(reason: &str) -> String {
     let found = keywords.iter().find(|(needle, _)| reason.contains(needle));
     found.map_or_else(|| "schema".to_owned(), |(_, keyword)| (*keyword).to_owned())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A sequence's parser goes to the next sequence, unless it failed.
-    #[test]
-    fn parsers_are_used_again() {
-        let bytes: Vec<Vec<u8>> = (0..=255u8).map(|b| vec![b]).chain([vec![]]).collect();
-        let vocabulary = GrammarVocabulary::new(&bytes, &[], &[256]).unwrap();
-        let compiler = Compiler::new(vocabulary, CompilerLimits::default());
-        let grammar = compiler.compile(GrammarSpec::Regex("ab+c".into())).unwrap();
-        let walk = |text: &str| {
-            let mut matcher = grammar.matcher(None).unwrap();
-            assert!(matcher.is_empty());
-            matcher.replay(&text.bytes().map(u32::from).collect::<Vec<_>>()).unwrap();
-            matcher
-        };
-        assert_eq!(grammar.parsers.spares(), 0);
-        let (one, two) = (walk("abb"), walk("abc"));
-        drop(one);
-        assert_eq!(grammar.parsers.spares(), 1);
-        let mut again = walk("ab");
-        assert_eq!(grammar.parsers.spares(), 0);
-        assert_eq!(again.validate(&[b'a'.into()]), Ok(0));
-        drop(two);
-        drop(again);
-        assert_eq!(grammar.parsers.spares(), 2);
-    }
-}

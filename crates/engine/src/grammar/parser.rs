@@ -1,4 +1,4 @@
-//! The library's parsers: one prototype a grammar, and copies that are used again.
+//! The library's parsers: one prototype a grammar, and a copy for each sequence.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,40 +7,24 @@ use llguidance::api::StopReason;
 
 use super::guard::{caught, text};
 
-/// Copies of a grammar's parser that wait to be used again.
-const SPARE: usize = 8;
-/// A copy that has grown beyond this many lexer states is not kept: what it learned is worth less
-/// than its memory, and it must not come near the limit of states in another sequence.
-const SPARE_STATES: usize = 10_000;
-
 /// The parsers of one grammar.
 ///
-/// A parser learns the states that it meets, and meeting one again costs microseconds instead of
-/// milliseconds. So a copy whose sequence has ended goes to the next one, knowledge included. A
-/// copy is used by one sequence at a time and shares nothing, so that a panic in one cannot reach
-/// another.
+/// Every sequence has a copy of the prototype, which shares nothing, so that a panic in one cannot
+/// reach another. A copy is not used again after its sequence: the library's way back to the start
+/// of the grammar has led to masks of another place in it.
 pub(super) struct Parsers {
     prototype: Mutex<TokenParser>,
-    spare: Mutex<Vec<TokenParser>>,
 }
 
 impl Parsers {
     pub fn new(prototype: TokenParser) -> Arc<Self> {
-        Arc::new(Self { prototype: Mutex::new(prototype), spare: Mutex::default() })
+        Arc::new(Self { prototype: Mutex::new(prototype) })
     }
 
     /// A parser at the start of the grammar.
-    pub fn lease(self: &Arc<Self>) -> Result<Lease, String> {
-        let parser = match lock(&self.spare).pop() {
-            Some(parser) => parser,
-            None => caught(|| Ok(lock(&self.prototype).deep_clone()))?,
-        };
-        Ok(Lease { parser: Some(parser), home: self.clone() })
-    }
-
-    #[cfg(test)]
-    pub fn spares(&self) -> usize {
-        lock(&self.spare).len()
+    pub fn lease(&self) -> Result<Lease, String> {
+        let parser = caught(|| Ok(lock(&self.prototype).deep_clone()))?;
+        Ok(Lease { parser: Some(parser) })
     }
 }
 
@@ -48,7 +32,6 @@ impl Parsers {
 pub(super) struct Lease {
     /// `None` after a failure.
     parser: Option<TokenParser>,
-    home: Arc<Parsers>,
 }
 
 impl Lease {
@@ -89,23 +72,7 @@ impl Lease {
     /// An independent copy in the same state.
     pub fn copy(&mut self) -> Result<Self, String> {
         let parser = self.run(|parser| Ok(parser.deep_clone()))?;
-        Ok(Self { parser: Some(parser), home: self.home.clone() })
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        let reset = self.run(|parser| {
-            parser.reset().map_err(text)?;
-            Ok(parser.parser.lexer_stats().num_states)
-        });
-        let mut spare = lock(&self.home.spare);
-        if let (Ok(states), Some(parser)) = (reset, self.parser.take())
-            && states <= SPARE_STATES
-            && spare.len() < SPARE
-        {
-            spare.push(parser);
-        }
+        Ok(Self { parser: Some(parser) })
     }
 }
 
