@@ -52,7 +52,7 @@ fn main() {
         "accept",
         "5 drafts"
     );
-    println!("{:<47} | {:<34} | {:<20} |", "", "a new grammar", "used before");
+    println!("{:<47} | {:<34} | {:<20} |", "", "a new grammar", "the next sequence");
     for case in cases() {
         let mut times = measure(&case, &tokenizer, &vocabulary);
         print(case.name, &mut times);
@@ -69,7 +69,7 @@ fn main() {
 struct Times {
     compile: Vec<f64>,
     copy: Vec<f64>,
-    /// Masks of a grammar that nobody has used yet, and of one used before.
+    /// Masks of the first sequence of a grammar, and of the next one.
     cold: Vec<f64>,
     warm: Vec<f64>,
     /// A token, and five drafts.
@@ -134,7 +134,7 @@ fn measure(case: &Case, tokenizer: &Tokenizer, vocabulary: &Arc<GrammarVocabular
             }
             accept = accept.min(accepting / ids.len() as f64);
             drop(matcher);
-            matcher = grammar.matcher(None).expect("a parser that was used before");
+            matcher = grammar.matcher(None).expect("another parser");
         }
         let mut blocks = Vec::new();
         for block in ids.chunks_exact(5) {
