@@ -102,7 +102,7 @@ fn requests(seed: u64, count: usize) -> Vec<Request> {
                 }
                 4 => params.logit_bias = vec![(7, 3.0), (9, f32::NEG_INFINITY)],
                 5 => params.bad_words = vec![vec![3], vec![5, 6]],
-                _ => params.min_tokens = 6,
+                _ => params.min_tokens = params.max_tokens.map_or(6, |most| most.min(6)),
             }
             params.logprobs = [None, None, Some(0), Some(3)][random.below(4)];
             params.prompt_logprobs = [None, None, None, Some(1)][random.below(4)];
