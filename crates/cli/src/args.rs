@@ -7,6 +7,7 @@ pub use bench::{Bench, BenchCommand, BenchLayer, BenchOps, BenchPlot};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use deepinfer::cache::CacheFormat;
+use deepinfer::chat::Effort;
 use deepinfer_device::DeviceChoice;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -229,9 +230,8 @@ pub struct Generate {
     /// Take the prompt as a user's message, in the chat format
     #[arg(long)]
     pub chat: bool,
-    /// How thoroughly to think before the answer, with --chat: none, low, high, max or 1 to 100
-    #[arg(long, value_name = "EFFORT", default_value = "none", requires = "chat")]
-    pub effort: String,
+    #[arg(long, value_name = "EFFORT", default_value_t = Effort::NONE, requires = "chat", help = format!("How thoroughly to think before the answer, with --chat: {}", Effort::EXPECTED))]
+    pub effort: Effort,
     /// System message, with --chat
     #[arg(long, value_name = "TEXT", requires = "chat")]
     pub system: Option<String>,
@@ -288,9 +288,8 @@ pub struct Chat {
     /// System message
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// How thoroughly to think before an answer: none, low, high, max or 1 to 100
-    #[arg(long, value_name = "EFFORT", default_value = "none")]
-    pub effort: String,
+    #[arg(long, value_name = "EFFORT", default_value_t = Effort::NONE, help = format!("How thoroughly to think before an answer: {}", Effort::EXPECTED))]
+    pub effort: Effort,
     #[command(flatten)]
     pub sampling: SamplingArgs,
     #[command(flatten)]

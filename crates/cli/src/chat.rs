@@ -4,28 +4,37 @@ mod interrupt;
 mod prompt;
 
 use crate::args::Chat;
-use crate::failure::{Failure, Outcome};
+use crate::failure::Outcome;
 use crate::generate::{Printer, follow};
 use crate::speech::Speech;
 use crate::{engine, open, speech};
-use anyhow::Context;
+use anyhow::{Context, bail};
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
 use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
 use deepinfer::request::{Event, FinishReason, Request};
 use interrupt::Interrupt;
 use prompt::{Line, Prompt};
 use serde::Serialize;
-use std::io::Write;
+use std::fs::File;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-const HELP: &str = "\
+/// What `/help` shows.
+fn help() -> String {
+    format!(
+        "\
 /help            this text
 /reset           forget the conversation
-/effort [E]      show or set how thoroughly to think: none, low, high, max or 1 to 100
-/save FILE       write the conversation as JSON
+/effort [E]      show or set how thoroughly to think:
+                 {}
+/save FILE       write the conversation as JSON, to a file that is not there yet
+/save! FILE      the same, over what is there
 /quit            leave (so does Ctrl-D)
 Ctrl-C stops an answer.
-A line that ends with \\ goes on in the next one. So does text between two lines of \"\"\".";
+A line that ends with \\ goes on in the next one. So does text between two lines of \"\"\".",
+        Effort::EXPECTED
+    )
+}
 
 /// Tokens that a talk may have.
 const TALK_TOKENS: usize = 1 << 16;
@@ -50,8 +59,7 @@ struct Talk<'a> {
 
 /// Talks until the input ends.
 pub fn run(args: &Chat) -> Outcome {
-    let effort =
-        parse_effort(&args.effort).map_err(|e| Failure::Usage(format!("--effort: {e}")))?;
+    let effort = args.effort;
     let longest = open::checkpoint(&args.model)?.config().text_config.max_position_embeddings;
     let config = EngineConfig {
         prefix_cache: PrefixCache::Device,
@@ -81,10 +89,6 @@ pub fn run(args: &Chat) -> Outcome {
     Ok(())
 }
 
-fn parse_effort(text: &str) -> Result<Effort, chat::ChatError> {
-    text.parse()
-}
-
 impl Talk<'_> {
     fn reset(&mut self) {
         self.turns.clear();
@@ -101,21 +105,21 @@ impl Talk<'_> {
         let mut out = std::io::stdout();
         match (name, rest) {
             ("quit" | "exit", _) => return Ok(false),
-            ("help", _) => writeln!(out, "{HELP}")?,
+            ("help", _) => writeln!(out, "{}", help())?,
             ("reset", _) => {
                 self.reset();
                 writeln!(out, "forgotten")?;
             }
             ("effort", "") => writeln!(out, "effort {}", self.effort)?,
-            ("effort", text) => match parse_effort(text) {
+            ("effort", text) => match text.parse::<Effort>() {
                 Ok(effort) => {
                     self.effort = effort;
                     writeln!(out, "effort {effort}")?;
                 }
                 Err(error) => tell!("{error}"),
             },
-            ("save", "") => tell!("/save needs a file name"),
-            ("save", file) => match self.save(Path::new(file)) {
+            ("save" | "save!", "") => tell!("/{name} needs a file name"),
+            ("save" | "save!", file) => match self.save(Path::new(file), name == "save!") {
                 Ok(()) => writeln!(out, "saved to {file}")?,
                 Err(error) => tell!("{error:#}"),
             },
@@ -124,10 +128,23 @@ impl Talk<'_> {
         Ok(true)
     }
 
-    fn save(&self, file: &Path) -> anyhow::Result<()> {
-        let json = serde_json::to_string_pretty(&self.turns)?;
-        std::fs::write(file, json + "\n")
-            .with_context(|| format!("cannot write {}", file.display()))
+    /// Writes the talk to `file`. One that is there is left as it is, unless the talk goes `over` it.
+    fn save(&self, file: &Path, over: bool) -> anyhow::Result<()> {
+        let json = serde_json::to_string_pretty(&self.turns)? + "\n";
+        let mut options = File::options();
+        options.write(true);
+        match over {
+            true => options.create(true).truncate(true),
+            false => options.create_new(true),
+        };
+        let name = file.display();
+        let mut out = match options.open(file) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                bail!("{name} exists; /save! {name} writes over it")
+            }
+            opened => opened.with_context(|| format!("cannot write {name}"))?,
+        };
+        out.write_all(json.as_bytes()).with_context(|| format!("cannot write {name}"))
     }
 
     fn messages(&self) -> Vec<InputMessage> {

@@ -5,7 +5,7 @@ use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
 use crate::{engine, files, form, open, speech, text};
 use anyhow::Context;
-use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
+use deepinfer::chat::{self, ChatTemplate, Conversation};
 use deepinfer::engine::Engine;
 use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, Event, Request, RequestHandle, TokenLogprobs};
@@ -25,10 +25,7 @@ enum Input {
 /// Continues a prompt.
 pub fn run(args: &Generate) -> Outcome {
     let input = input(args)?;
-    let effort: Effort = args
-        .effort
-        .parse()
-        .map_err(|e: chat::ChatError| Failure::Usage(format!("--effort: {e}")))?;
+    let effort = args.effort;
     let (n, max_tokens) = (usize::from(args.n), args.sampling.max_tokens);
     let max_tokens = max_tokens.map_or(MAX_TOKENS, NonZeroUsize::get);
     let grammar = form::grammar(&args.form)?;

@@ -11,7 +11,6 @@ use deepinfer::tokenizer::Tokenizer;
 use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, Tls, Traces, serve};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
@@ -37,9 +36,8 @@ pub struct ServeArgs {
     /// [queue_share=PART]
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
-    /// Thinking of chat requests that do not say: none, low, high, max or 1 to 100
-    #[arg(long, value_name = "EFFORT", default_value = "high")]
-    pub default_effort: String,
+    #[arg(long, value_name = "EFFORT", default_value = "high", help = format!("Thinking of chat requests that do not say: {}", Effort::EXPECTED))]
+    pub default_effort: Effort,
     /// Largest body, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 32 << 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub max_body: usize,
@@ -100,7 +98,7 @@ pub enum LogForm {
 
 /// Serves until a signal.
 pub fn run(args: &ServeArgs) -> Outcome {
-    start_log(args.log);
+    start_log(args.log)?;
     let mut config = server_config(args)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let traces = args.otlp_endpoint.as_ref().filter(|endpoint| !endpoint.is_empty());
@@ -154,15 +152,40 @@ fn demo_test(tokenizer: &Tokenizer) -> Outcome<SelfTest> {
     Ok(SelfTest { prompt, tokens: tokenizer.encode("81").map_err(anyhow::Error::from)? })
 }
 
-fn start_log(form: LogForm) {
-    let filter = || EnvFilter::try_from_env("DEEPINFER_LOG").unwrap_or_else(|_| "info".into());
-    let log = || tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter());
+/// Levels of the log, from nothing to everything.
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+fn start_log(form: LogForm) -> Outcome {
+    let wanted = std::env::var_os("DEEPINFER_LOG").unwrap_or_default();
+    let filter = log_filter(&wanted.to_string_lossy()).map_err(Failure::Usage)?;
+    let log = || tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter);
     // A log that is there already stays.
     let _ = match form {
         LogForm::Text => log().try_init(),
         LogForm::Json => log().json().flatten_event(true).try_init(),
         LogForm::Off => Ok(()),
     };
+    Ok(())
+}
+
+/// What the log holds: a level, or `TARGET=LEVEL`, or several with commas between; `info` if nothing
+/// is said.
+fn log_filter(text: &str) -> Result<EnvFilter, String> {
+    let text = if text.trim().is_empty() { "info" } else { text };
+    // The filter takes a misspelt level for the name of a target.
+    let has_level = |part: &str| {
+        let level = part.rsplit_once('=').map_or(part, |(_, level)| level).trim();
+        LEVELS.iter().any(|known| level.eq_ignore_ascii_case(known))
+    };
+    let filter = text.split(',').all(has_level).then(|| EnvFilter::try_new(text));
+    match filter {
+        Some(Ok(filter)) => Ok(filter),
+        _ => Err(format!(
+            "the environment variable DEEPINFER_LOG is {text:?}; it must be a level ({}), or \
+             TARGET=LEVEL as in deepinfer_server=debug, or several of these with commas between",
+            LEVELS.join(", ")
+        )),
+    }
 }
 
 fn server_config(args: &ServeArgs) -> Outcome<Config> {
@@ -179,8 +202,6 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
         ),
         None => None,
     };
-    let default_effort = Effort::from_str(&args.default_effort)
-        .map_err(|error| usage(format!("--default-effort: {error}")))?;
     let tls = match (&args.tls_cert, &args.tls_key) {
         (Some(cert), Some(key)) => Some(
             Tls::from_files(cert, key)
@@ -196,7 +217,7 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
     Ok(Config {
         model_names,
         keys,
-        default_effort,
+        default_effort: args.default_effort,
         max_body: args.max_body,
         read_timeout: Duration::from_secs(args.read_timeout),
         write_timeout: Duration::from_secs(args.write_timeout),
@@ -210,4 +231,26 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
 
 fn read(file: &Path, option: &str) -> Outcome<String> {
     files::text(file).map_err(|error| Failure::Usage(format!("{option}: {error:#}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_has_levels_by_target() {
+        for (given, wanted) in
+            [("", "info"), (" ", "info"), ("warn", "warn"), ("DEBUG", "debug"), ("off", "off")]
+        {
+            assert_eq!(log_filter(given).expect(given).to_string(), wanted);
+        }
+        let both = log_filter("warn,deepinfer_server=trace").expect("both").to_string();
+        assert!(both.contains("warn") && both.contains("deepinfer_server=trace"), "{both}");
+        for given in
+            ["verbose", "info,loud", "deepinfer_server=loud", "=", "info,", "a=b=c", "\u{fffd}"]
+        {
+            let error = log_filter(given).expect_err(given);
+            assert!(error.contains("DEEPINFER_LOG") && error.contains("warn, info"), "{error}");
+        }
+    }
 }

@@ -339,6 +339,66 @@ fn an_interrupt_ends_the_answer_and_not_the_talk() {
     assert_eq!(errors.matches("(stopped)").count(), 1, "{errors}");
 }
 
+/// What a talk says to these lines.
+fn talk(lines: &str) -> Output {
+    use std::io::Write;
+    use std::process::Stdio;
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut talk = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
+        .args(["chat", "--model", &tiny()])
+        .env("XDG_DATA_HOME", folder.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut input = talk.stdin.take().expect("a pipe");
+    input.write_all(lines.as_bytes()).expect("it listens");
+    drop(input);
+    talk.wait_with_output().expect("it ends")
+}
+
+#[test]
+fn a_talk_is_not_saved_over_a_file_unasked() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("talk.json");
+    let name = file.display().to_string();
+    let said = |lines: String| {
+        let done = talk(&lines);
+        assert!(done.status.success());
+        String::from_utf8_lossy(&done.stderr).into_owned()
+    };
+    let saved = || std::fs::read_to_string(&file).expect("it is there");
+    assert_eq!(said(format!("/save {name}\n")), "");
+    assert_eq!(saved(), "[]\n");
+    std::fs::write(&file, "precious notes, longer than a talk").expect("it writes");
+    let errors = said(format!("/save {name}\n"));
+    assert!(errors.contains(&format!("{name} exists; /save! {name}")), "{errors}");
+    assert_eq!(saved(), "precious notes, longer than a talk");
+    assert_eq!(said(format!("/save! {name}\n")), "");
+    assert_eq!(saved(), "[]\n");
+    assert!(said("/save!\n".to_owned()).contains("/save! needs a file name"));
+}
+
+#[test]
+fn efforts_have_one_list_of_words() {
+    for word in ["minimal", "ultra", "medium", "33"] {
+        let done = talk(&format!("/effort {word}\n"));
+        assert_eq!(String::from_utf8_lossy(&done.stderr), "", "{word}");
+    }
+    let expected = "none, minimal, low, medium, high, xhigh, max, ultra or a number from 0 to 100";
+    let told = talk("/effort much\n");
+    let help = run(&["generate", "--help"]);
+    let wrong = run(&["generate", "--prompt", "x", "--chat", "--effort", "much"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    for (text, option) in
+        [(told.stderr, "much"), (help.stdout, "--effort"), (wrong.stderr, "--effort")]
+    {
+        let text = String::from_utf8_lossy(&text).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(text.contains(expected) && text.contains(option), "{text}");
+    }
+}
+
 #[test]
 fn batches_keep_to_forms() {
     let folder = tempfile::tempdir().expect("a folder");

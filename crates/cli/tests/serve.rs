@@ -194,10 +194,19 @@ fn settings_that_cannot_be_are_refused_at_once() {
         (&["--stall-limit", HUGE], "--stall-limit"),
         (&["--drain-limit", HUGE], "--drain-limit"),
         (&["--served-model-name", ""], "--served-model-name"),
+        (&["--default-effort", "much"], "--default-effort"),
     ] {
         let output = output(&mut command(args));
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {error}");
         assert!(error.contains(wanted), "{args:?}: {error}");
     }
+}
+
+#[test]
+fn a_log_that_is_not_understood_is_refused() {
+    let output = output(command(&[]).env("DEEPINFER_LOG", "verbose"));
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("DEEPINFER_LOG is \"verbose\"") && error.contains("debug"), "{error}");
 }

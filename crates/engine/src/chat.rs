@@ -28,10 +28,7 @@ pub enum ChatError {
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
     /// Not an effort.
-    #[error(
-        "thinking effort {found:?}: expected none, low, medium, high, xhigh, max, or a number from \
-         0 (no thinking) to 100"
-    )]
+    #[error("{found:?} is not an effort; give {}", Effort::EXPECTED)]
     Effort {
         /// What was given.
         found: String,
@@ -51,12 +48,16 @@ pub struct Effort(u8);
 impl Effort {
     /// No thinking.
     pub const NONE: Effort = Effort(0);
-    /// `low`.
+    /// `minimal` and `low`.
     pub const LOW: Effort = Effort(50);
     /// `medium`, `high` and `xhigh`; the format's default.
     pub const HIGH: Effort = Effort(75);
-    /// `max`.
+    /// `max` and `ultra`.
     pub const MAX: Effort = Effort(100);
+
+    /// What an effort may be, in words.
+    pub const EXPECTED: &str =
+        "none, minimal, low, medium, high, xhigh, max, ultra or a number from 0 to 100";
 
     /// The effort `number`, 0 for no thinking; `None` above 100.
     pub fn new(number: u32) -> Option<Self> {
@@ -86,9 +87,9 @@ impl FromStr for Effort {
     fn from_str(text: &str) -> Result<Self, ChatError> {
         let effort = match text.trim() {
             "none" | "off" => Some(Effort::NONE),
-            "low" => Some(Effort::LOW),
+            "minimal" | "low" => Some(Effort::LOW),
             "medium" | "high" | "xhigh" => Some(Effort::HIGH),
-            "max" => Some(Effort::MAX),
+            "max" | "ultra" => Some(Effort::MAX),
             number => number.parse().ok().and_then(Effort::new),
         };
         effort.ok_or_else(|| ChatError::Effort { found: text.to_owned() })

@@ -42,10 +42,11 @@ fn one_question_without_thinking() {
 
 #[test]
 fn efforts_are_words_or_numbers() {
-    for (given, number) in [("low", "50"), ("medium", "75"), ("xhigh", "75"), ("max", "100")]
-        .into_iter()
-        .chain([("1", "1"), ("7", "7"), ("50", "50"), ("99", "99"), ("100", "100")])
-    {
+    let words = [("minimal", "50"), ("low", "50"), ("medium", "75"), ("high", "75")];
+    let strong = [("xhigh", "75"), ("max", "100"), ("ultra", "100")];
+    let numbers = [("1", "1"), ("7", "7"), ("50", "50"), ("99", "99"), ("100", "100")];
+    for (given, number) in words.into_iter().chain(strong).chain(numbers) {
+        assert!(number == given || Effort::EXPECTED.contains(given), "{given}");
         let parsed: Effort = given.parse().unwrap();
         let prompt = text(&talk(vec![user("hi")]), effort(parsed));
         assert_eq!(
@@ -62,7 +63,13 @@ fn efforts_are_words_or_numbers() {
     }
     for given in ["101", "-1", "", "much", "1.5", "4294967297"] {
         match given.parse::<Effort>() {
-            Err(ChatError::Effort { found }) => assert_eq!(found, given),
+            Err(error @ ChatError::Effort { .. }) => {
+                let expected = Effort::EXPECTED;
+                assert_eq!(
+                    error.to_string(),
+                    format!("{given:?} is not an effort; give {expected}")
+                );
+            }
             other => panic!("{other:?}"),
         }
     }

@@ -146,11 +146,7 @@ fn whole_form(
 pub fn effort_of(value: &Value) -> Option<Effort> {
     match value {
         Value::Number(n) => n.as_u64().and_then(|n| Effort::new(n.try_into().ok()?)),
-        Value::String(word) => match word.as_str() {
-            "minimal" => Some(Effort::LOW),
-            "ultra" => Some(Effort::MAX),
-            word => word.parse().ok(),
-        },
+        Value::String(word) => word.parse().ok(),
         _ => None,
     }
 }
@@ -160,13 +156,10 @@ pub fn take_effort(fields: &mut Fields, name: &str) -> Result<Option<Effort>, Ap
     let Some(value) = fields.value(name) else { return Ok(None) };
     match effort_of(&value) {
         Some(effort) => Ok(Some(effort)),
-        None => Err(fields.invalid(
-            name,
-            format!(
-                "{value} is not an effort; give none, minimal, low, medium, high, xhigh, max, or a \
-                 number from 0 to 100"
-            ),
-        )),
+        None => {
+            let expected = Effort::EXPECTED;
+            Err(fields.invalid(name, format!("{value} is not an effort; give {expected}")))
+        }
     }
 }
 
@@ -241,7 +234,7 @@ mod tests {
     #[test]
     fn efforts_are_words_and_numbers() {
         assert_eq!(effort_of(&json!("minimal")), Some(Effort::LOW));
-        assert_eq!(effort_of(&json!("max")), Some(Effort::MAX));
+        assert_eq!(effort_of(&json!("ultra")), Some(Effort::MAX));
         assert_eq!(effort_of(&json!(33)), Effort::new(33));
         assert_eq!(effort_of(&json!("33")), Effort::new(33));
         assert_eq!(effort_of(&json!(0)), Some(Effort::NONE));

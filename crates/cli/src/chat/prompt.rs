@@ -11,7 +11,7 @@ use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{Context, Editor, Helper};
 use std::io::IsTerminal;
 
-const COMMANDS: [&str; 5] = ["/help", "/reset", "/effort", "/save", "/quit"];
+const COMMANDS: [&str; 6] = ["/help", "/reset", "/effort", "/save", "/save!", "/quit"];
 const QUOTES: &str = "\"\"\"";
 
 /// Something typed.

@@ -132,8 +132,9 @@ class LLM:
         Args:
             messages: A conversation (a list of messages), or a list of conversations.
             sampling_params: How tokens are chosen: one for all conversations, or one for each.
-            effort: How thoroughly to think before the answer: ``"none"``, ``"low"``, ``"high"``,
-                ``"max"``, or 1 to 100. The thinking is ``CompletionOutput.reasoning``.
+            effort: How thoroughly to think before the answer: ``"none"``, ``"minimal"``, ``"low"``,
+                ``"medium"``, ``"high"``, ``"xhigh"``, ``"max"``, ``"ultra"`` or 0 to 100. The
+                thinking is ``CompletionOutput.reasoning``.
             so_args: A form that the outputs must have, as for ``generate``; with thinking, it holds
                 for what follows the thinking.
             use_tqdm: Whether to show progress on the terminal.
