@@ -57,7 +57,8 @@ pub struct ServeArgs {
     /// Longest time that a request waits, in seconds, before it gets 429; 0: for ever
     #[arg(long, value_name = "S", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=YEAR))]
     pub max_wait: u64,
-    /// Longest time without a step of the engine before it counts as dead, in seconds; 0: for ever
+    /// Longest time in which no step of the engine ends or gets on before it counts as dead, in
+    /// seconds; 0: for ever
     #[arg(long, value_name = "S", default_value_t = 25, value_parser = clap::value_parser!(u64).range(..=YEAR))]
     pub stall_limit: u64,
     /// Longest time for running requests to end after the first signal, in seconds; 0: they

@@ -17,6 +17,7 @@ use crate::cache::tiers::Tiers;
 use crate::grammar::{CompileError, Compiler, CompilerLimits, GrammarSpec, GrammarVocabulary};
 use crate::metrics::Metrics;
 use crate::output::OutputText;
+use crate::pulse::Pulse;
 use crate::request::{
     Bounds, Prompt, Request, RequestError, RequestHandle, RequestId, event_queue,
 };
@@ -46,6 +47,7 @@ pub struct Engine {
     /// Made for the first grammar.
     compiler: OnceLock<Result<Compiler, RequestError>>,
     metrics: Arc<Metrics>,
+    pulse: Arc<Pulse>,
     next_id: AtomicU64,
     thread: Option<JoinHandle<()>>,
 }
@@ -89,6 +91,7 @@ impl Engine {
         let queue_limit = shape.max_queued_requests;
         let ends = shape.ends.clone();
         let scheduler = Scheduler::new(shape, tiers, metrics.clone());
+        let pulse = worker.pulse();
         let executor = Threaded::new(worker).map_err(EngineError::Thread)?;
         let shared = Arc::new(Shared::default());
         let state = shared.clone();
@@ -104,6 +107,7 @@ impl Engine {
             ends,
             compiler: OnceLock::new(),
             metrics,
+            pulse,
             next_id: AtomicU64::new(0),
             thread: Some(thread),
         })
@@ -237,7 +241,13 @@ impl Engine {
         &self.metrics
     }
 
-    /// What the scheduler holds now; `None` if the engine has stopped.
+    /// Beats while a step runs.
+    pub fn pulse(&self) -> &Pulse {
+        &self.pulse
+    }
+
+    /// What the scheduler holds now, once the step that runs has ended; `None` if the engine has
+    /// stopped.
     pub fn held(&self) -> Option<Held> {
         let (sender, answer) = std::sync::mpsc::channel();
         {

@@ -14,6 +14,7 @@ pub mod model;
 pub mod output;
 pub mod plan;
 pub mod plan_memory;
+pub mod pulse;
 pub mod request;
 pub mod sampler;
 pub mod schedule;

@@ -154,7 +154,7 @@ impl<D: Device> Session<D> {
             })
             .collect();
         let drafts = self.drafts.as_mut().expect("the model has draft stages");
-        self.model.draft_block_probed(
+        self.model.draft_block(
             &self.device,
             &plan,
             block,

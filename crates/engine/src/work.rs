@@ -5,6 +5,7 @@ use crate::cache::Snapshot;
 use crate::cache::prefix::Key;
 use crate::grammar::{Grammar, MatchError};
 use crate::plan::StepPlan;
+use crate::pulse::Pulse;
 use crate::request::{RequestId, SamplingParams, Token, TokenLogprobs};
 use deepinfer_device::DeviceError;
 use std::sync::Arc;
@@ -168,6 +169,11 @@ pub struct SequenceDone {
 pub trait Worker: Send + 'static {
     /// Runs one step. An error is a fault of the device; no request can cause one.
     fn run(&mut self, work: Work) -> Result<Done, DeviceError>;
+
+    /// Beats while a step runs; one that never does if the worker has none.
+    fn pulse(&self) -> Arc<Pulse> {
+        Arc::default()
+    }
 
     /// Runs `f`, which runs steps that follow each other at once, where they start soonest. `f` must
     /// not wait for anything but the device.

@@ -6,8 +6,9 @@ use crate::cache::Caches;
 use crate::drafting::{KnownDrafts, rates, share};
 use crate::engine::{DraftScheme, EngineConfig};
 use crate::model::draft::{DraftChoice, DraftScratch};
-use crate::model::{Batch, Limits, Model, NoProbe, Scratch};
+use crate::model::{Batch, Limits, Model, Scratch};
 use crate::plan::DraftSequence;
+use crate::pulse::Pulse;
 use crate::request::Token;
 use crate::sampler::{FormMasks, RowMasks, Rows, SlotText, beside, logprobs, rejection};
 use crate::schedule::Shape;
@@ -38,6 +39,7 @@ pub struct ModelWorker<D: Device> {
     /// Divide the logits of confidences, by position; the last one goes on.
     temperatures: Vec<f32>,
     known: Option<Arc<KnownDrafts>>,
+    pulse: Arc<Pulse>,
 }
 
 /// What a worker knows of the sequence in a slot.
@@ -95,6 +97,7 @@ impl<D: Device> ModelWorker<D> {
             scheme: DraftScheme::default(),
             temperatures: Vec::new(),
             known: None,
+            pulse: Arc::default(),
             model,
         })
     }
@@ -329,6 +332,7 @@ impl<D: Device> ModelWorker<D> {
             &mut self.scratch,
             scratch,
             &mut choice,
+            &mut &*self.pulse,
         )?;
         let logprobs = choice.logprobs.unwrap_or_default();
         let logprobs = logprobs.into_iter().map(Some).chain(std::iter::repeat(None));
@@ -478,6 +482,10 @@ impl<D: Device> Worker for ModelWorker<D> {
         device.run(|| self.step(work))
     }
 
+    fn pulse(&self) -> Arc<Pulse> {
+        self.pulse.clone()
+    }
+
     fn run_series<R: Send>(&mut self, f: impl FnOnce(&mut Self) -> R + Send) -> R {
         let device = Arc::clone(&self.device);
         device.run(|| f(self))
@@ -490,13 +498,14 @@ impl<D: Device> ModelWorker<D> {
         let mut done = Done::default();
         for op in std::mem::take(&mut work.before) {
             self.apply(op, &mut done)?;
+            self.pulse.beat();
         }
         if !work.sequences.is_empty() {
             self.fill(&mut work)?;
             let mut forms = self.form_masks(&work);
             let (device, batch, scratch) = (&*self.device, &mut self.batch, &mut self.scratch);
-            let (model, caches) = (&self.model, &mut self.caches);
-            let run = || model.forward(device, &work.plan, caches, batch, scratch, &mut NoProbe);
+            let (model, caches, mut pulse) = (&self.model, &mut self.caches, &*self.pulse);
+            let run = || model.forward(device, &work.plan, caches, batch, scratch, &mut pulse);
             beside(&mut forms, run)?;
             let mut masks = vec![RowMasks::default(); work.sequences.len()];
             for form in forms {

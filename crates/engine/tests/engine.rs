@@ -3,11 +3,12 @@
 mod random;
 mod serve;
 
+use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode, PrefixCache};
 use deepinfer::metrics::Metrics;
 use deepinfer::request::{Completion, FinishReason, Request, RequestError, SamplingParams};
 use random::Random;
-use serve::{alone, engine, random_tokens, requests, small};
+use serve::{alone, engine, random_tokens, requests, small, testdata};
 use std::sync::Arc;
 
 /// Runs all requests twice at once and compares; returns the engine's figures.
@@ -46,6 +47,19 @@ fn a_request_runs() {
     let found = alone(&[Request::tokens([1, 2, 3], params)], &small());
     assert_eq!(found[0].tokens.len(), 8);
     assert_eq!(found[0].reason, Some(FinishReason::Length));
+}
+
+#[test]
+fn a_step_beats_several_times_a_layer() {
+    let engine = engine(&EngineConfig { draft: DraftMode::Off, ..small() });
+    let params = SamplingParams { max_tokens: Some(1), ..SamplingParams::greedy() };
+    let before = engine.pulse().beats();
+    let found = engine.generate(vec![Request::tokens([1, 2, 3], params)], |_| {});
+    assert_eq!(found[0].as_ref().expect("served").tokens.len(), 1);
+    let checkpoint = Checkpoint::open(Source::directory(testdata("tiny-a"))).expect("it opens");
+    let layers = checkpoint.config().text_config.num_hidden_layers as u64;
+    let beats = engine.pulse().beats() - before;
+    assert!(beats >= 4 * layers, "{beats} beats in {layers} layers");
 }
 
 #[test]

@@ -184,6 +184,10 @@ impl Inference for Metronome {
         Figures { running: self.shared.running.load(Relaxed) as u64, ..Figures::default() }
     }
 
+    fn beats(&self) -> u64 {
+        0
+    }
+
     fn check(&self) -> Result<(), String> {
         Ok(())
     }

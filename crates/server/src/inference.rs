@@ -33,6 +33,9 @@ pub trait Inference: Send + Sync + 'static {
     /// Waits until the loop that serves requests has taken a turn. `Err` says why it has ended.
     /// Called from a thread of its own: a loop that hangs makes this hang.
     fn check(&self) -> Result<(), String>;
+
+    /// Changes while a step of the loop gets on: a long step is no hang.
+    fn beats(&self) -> u64;
 }
 
 /// What does not change while an engine runs.

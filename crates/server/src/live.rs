@@ -89,4 +89,8 @@ impl Inference for Live {
             None => Err(self.engine.ended().unwrap_or_else(|| "it has stopped".into())),
         }
     }
+
+    fn beats(&self) -> u64 {
+        self.engine.pulse().beats()
+    }
 }

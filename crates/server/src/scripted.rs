@@ -71,6 +71,7 @@ struct Shared {
     output: AtomicU64,
     prompt: AtomicU64,
     cached: AtomicU64,
+    beats: AtomicU64,
 }
 
 #[derive(Default)]
@@ -80,6 +81,8 @@ struct State {
     ended: Option<String>,
     /// Does not take turns any more.
     hangs: bool,
+    /// But its step gets on.
+    beats: bool,
     closed: bool,
 }
 
@@ -153,7 +156,14 @@ impl Scripted {
 
     /// Stops taking turns, as an engine does whose device never answers.
     pub fn hang(&self) {
-        self.shared.lock().hangs = true;
+        let mut state = self.shared.lock();
+        (state.hangs, state.beats) = (true, false);
+    }
+
+    /// Stops taking turns because a step takes long, which gets on.
+    pub fn take_long(&self) {
+        let mut state = self.shared.lock();
+        (state.hangs, state.beats) = (true, true);
     }
 
     fn events(&self, request: &Request, prompt: usize, reply: &Reply) -> Vec<Event> {
@@ -307,6 +317,11 @@ impl Inference for Scripted {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
+    }
+
+    fn beats(&self) -> u64 {
+        let beat = u64::from(self.shared.lock().beats);
+        self.shared.beats.fetch_add(beat, Relaxed) + beat
     }
 }
 

@@ -5,7 +5,7 @@ use super::Model;
 use super::attention::Attention;
 use super::batch::{Batch, Limits, Series};
 use super::experts::Experts;
-use super::probe::{NoProbe, Probe};
+use super::probe::Probe;
 use super::scratch::Scratch;
 use super::streams::Site;
 use crate::cache::Caches;
@@ -140,30 +140,11 @@ impl<D: Device> DraftModel<D> {
 impl<D: Device> Model<D> {
     /// Proposes `block` tokens for each sequence (at most `dspark_block_size`, and as many rows as
     /// the batch allows). Returns tokens and confidence logits, both `[sequences][block]`. Leaves
-    /// the caches as they were.
+    /// the caches as they were. For the probe, the stages count on from the last layer.
     ///
     /// # Panics
     /// If the checkpoint has no draft stages, or `block` is too large.
     pub fn draft_block(
-        &self,
-        device: &D,
-        sequences: &[DraftSequence],
-        block: usize,
-        caches: &Caches<D>,
-        batch: &mut Batch<D>,
-        s: &mut Scratch<D>,
-        drafts: &mut DraftScratch<D>,
-        choice: &mut impl DraftChoice<D>,
-    ) -> Result<Drafts> {
-        let probe = &mut NoProbe;
-        self.draft_block_probed(device, sequences, block, caches, batch, s, drafts, choice, probe)
-    }
-
-    /// The same, with a look at the stages: they count on from the last layer.
-    ///
-    /// # Panics
-    /// As [`Model::draft_block`].
-    pub fn draft_block_probed(
         &self,
         device: &D,
         sequences: &[DraftSequence],

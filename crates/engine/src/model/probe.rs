@@ -45,7 +45,7 @@ pub trait Probe<D: Device> {
     }
     /// Window keys of the step's rows: `s.kv` as computed, `s.fresh` as stored. For draft stages,
     /// the keys of the step's features in [`Model::forward`](super::Model::forward), those of the
-    /// block in [`Model::draft_block_probed`](super::Model::draft_block_probed).
+    /// block in [`Model::draft_block`](super::Model::draft_block).
     fn window_keys(
         &mut self,
         _d: &D,

@@ -317,6 +317,18 @@ async fn an_engine_that_hangs_counts_as_dead() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_step_that_takes_long_and_gets_on_is_no_hang() {
+    let config = Config { stall_limit: Some(Duration::from_millis(300)), ..Config::default() };
+    let running = start(config, Duration::from_millis(5), 15_000).await;
+    running.server.engine.take_long();
+    // Several looks of the watch.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(running.server.app.failure(), None);
+    running.server.engine.hang();
+    assert!(matches!(running.task.await.expect("no panic"), Err(ServeError::Engine { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn readiness_follows_the_self_test() {
     let ids = tokens("aaa");
     let test = |tokens: Vec<u32>| deepinfer_server::SelfTest { prompt: vec![1], tokens };
