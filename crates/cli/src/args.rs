@@ -9,6 +9,7 @@ use clap_complete::Shell;
 use deepinfer::cache::CacheFormat;
 use deepinfer::chat::Effort;
 use deepinfer_device::DeviceChoice;
+use deepinfer_device::cpu::MOST_THREADS;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -16,7 +17,8 @@ use std::path::PathBuf;
 #[derive(Debug, Parser)]
 #[command(name = "deepinfer", version, max_term_width = 100, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 a check or a run failed, 2 the command line is wrong."
+    after_help = "Exit codes: 0 done; 1 a check or a run failed; 2 the command line is wrong: an option, \
+                  its value, a file that it names, or the prompt."
 )]
 pub struct Cli {
     #[command(subcommand)]
@@ -76,7 +78,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Auto)]
     pub device: DeviceChoice,
     /// Threads; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// How caches are stored
     #[arg(long, value_enum, default_value_t = Kv::Released)]
@@ -160,6 +162,15 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
     let expected = || format!("{text:?} is not ID=X, a token id and a number");
     let (token, bias) = text.split_once('=').ok_or_else(expected)?;
     Ok((token.parse().map_err(|_| expected())?, bias.parse().map_err(|_| expected())?))
+}
+
+/// A number of threads that a CPU can be given.
+fn threads(text: &str) -> Result<NonZeroUsize, String> {
+    let number = text.parse::<NonZeroUsize>().map_err(|error| error.to_string())?;
+    match number.get() <= MOST_THREADS {
+        true => Ok(number),
+        false => Err(format!("at most {MOST_THREADS} are of use")),
+    }
 }
 
 /// How tokens are drafted.
@@ -322,7 +333,7 @@ pub struct Selftest {
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Threads of a CPU; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// Print JSON
     #[arg(long)]
@@ -346,7 +357,7 @@ pub struct Verify {
     #[arg(long, value_name = "DEVICE", default_value_t = DeviceChoice::Cpu)]
     pub device: DeviceChoice,
     /// Threads; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// Print JSON
     #[arg(long)]

@@ -11,7 +11,7 @@ mod output;
 
 use crate::args::Batch;
 use crate::failure::{Failure, Outcome};
-use crate::{engine, open};
+use crate::{engine, named, open};
 use body::{Job, Kind, Line};
 use deepinfer::chat::ChatTemplate;
 use deepinfer::engine::Engine;
@@ -49,7 +49,7 @@ pub fn run(args: &Batch) -> Outcome {
         tell!("{} requests had failed and are run again", output.failed);
     }
     let config = engine::many(&args.engine, &args.run)?;
-    let engine = engine::start(&args.model, &config)?;
+    let engine = engine::start(&args.model, &config, &named::ENGINE)?;
     let failed = serve(&engine, left, &mut output, config.max_seqs * 2)?;
     output.finish()?;
     if failed > 0 {

@@ -7,11 +7,11 @@ use crate::args::Chat;
 use crate::failure::Outcome;
 use crate::generate::{Printer, follow};
 use crate::speech::Speech;
-use crate::{engine, open, speech};
+use crate::{engine, named, open, speech};
 use anyhow::{Context, bail};
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
 use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
-use deepinfer::request::{Event, FinishReason, Request};
+use deepinfer::request::{Event, FinishReason, Request, SamplingParams};
 use interrupt::Interrupt;
 use prompt::{Line, Prompt};
 use serde::Serialize;
@@ -52,6 +52,7 @@ struct Talk<'a> {
     args: &'a Chat,
     engine: &'a Engine,
     template: ChatTemplate<'a>,
+    params: SamplingParams,
     effort: Effort,
     turns: Vec<Turn>,
     interrupt: Interrupt,
@@ -66,10 +67,15 @@ pub fn run(args: &Chat) -> Outcome {
         device_snapshots: 8,
         ..engine::single(&args.run, &args.draft, TALK_TOKENS.min(longest))?
     };
-    let engine = engine::start(&args.model, &config)?;
-    let template = ChatTemplate::new(engine::tokenizer(&engine)?)?;
+    let engine = engine::start(&args.model, &config, &named::CHAT)?;
+    let tokenizer = engine::tokenizer(&engine)?;
+    let template = ChatTemplate::new(tokenizer)?;
+    let params = engine::sampling(&args.sampling, tokenizer, None)?;
+    // What no turn could be answered with is refused at once; any prompt will do.
+    params.check(&[0], engine.bounds()).map_err(named::request)?;
     let interrupt = Interrupt::new()?;
-    let mut talk = Talk { args, engine: &engine, template, effort, turns: Vec::new(), interrupt };
+    let turns = Vec::new();
+    let mut talk = Talk { args, engine: &engine, template, params, effort, turns, interrupt };
     talk.reset();
     let mut prompt = Prompt::new()?;
     if prompt.is_terminal() {
@@ -165,8 +171,8 @@ impl Talk<'_> {
         let prompt = self.template.render(&conversation, &options)?;
         let prompt_tokens = prompt.len();
         let tokenizer = engine::tokenizer(self.engine)?;
-        let params = engine::sampling(&self.args.sampling, tokenizer, None)?;
-        let handle = match self.engine.submit(Request::tokens(prompt, params)) {
+        let request = Request::tokens(prompt, self.params.clone());
+        let handle = match self.engine.submit(request) {
             Ok(handle) => handle,
             // The fault is this turn's: the talk goes on without it.
             Err(error) => {

@@ -1,8 +1,9 @@
 //! The engine as commands use it.
 
 use crate::args::{DraftArgs, EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
-use crate::failure::{Failure, Outcome};
-use crate::{open, plan};
+use crate::failure::Outcome;
+use crate::named::{self, Knobs};
+use crate::open;
 use anyhow::Context;
 use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
 use deepinfer::request::SamplingParams;
@@ -11,8 +12,8 @@ use deepinfer::tokenizer::Tokenizer;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-/// Opens the checkpoint and starts an engine.
-pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
+/// Opens the checkpoint and starts an engine, for a command with these `knobs`.
+pub fn start(model: &ModelArgs, config: &EngineConfig, knobs: &Knobs) -> Outcome<Engine> {
     let source = open::source(model)?;
     let place = source.place();
     let bar = open::bar("loading", 0);
@@ -24,11 +25,9 @@ pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
     bar.finish_and_clear();
     match engine {
         Ok(engine) => Ok(engine),
-        Err(error) if error.is_setting() => Err(Failure::Usage(error.to_string())),
+        Err(error) if error.is_setting() => Err(named::setting(&error, knobs)),
         Err(EngineError::DoesNotFit(error)) => {
-            // Room for the requests of `generate` is made from their length.
-            let advice = format!("{} (generate: --max-tokens or --n)", plan::ADVICE);
-            let why = anyhow::anyhow!(plan::shortage(&error, &advice));
+            let why = anyhow::anyhow!(error.told(knobs.advice));
             Err(why.context(format!("cannot run {place}")).into())
         }
         Err(error) => Err(anyhow::Error::new(error).context(format!("cannot run {place}")).into()),
@@ -37,7 +36,7 @@ pub fn start(model: &ModelArgs, config: &EngineConfig) -> Outcome<Engine> {
 
 /// Reads a setting of the engine from its text.
 pub fn setting<T: FromStr<Err = EngineError>>(text: &str) -> Outcome<T> {
-    text.parse().map_err(|e: EngineError| Failure::Usage(e.to_string()))
+    text.parse().map_err(|e: EngineError| named::setting(&e, &named::ENGINE))
 }
 
 /// Settings for one sequence at a time, of at most `tokens` tokens.

@@ -7,7 +7,7 @@ mod tasks;
 use crate::args::{Eval, Suite};
 use crate::failure::{Failure, Outcome};
 use crate::open::{AnyLoaded, Loaded};
-use crate::{conversation, demo, engine, open, speech, text};
+use crate::{conversation, demo, engine, named, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat};
 use deepinfer::engine::{DraftMode, EngineConfig, PrefillMode};
@@ -54,7 +54,9 @@ struct TaskScore {
 /// Runs the tasks and prints how many answers were right.
 pub fn run(args: &Eval) -> Outcome {
     let mut items = match &args.tasks {
-        Some(folder) => tasks::read_folder(folder)?,
+        Some(folder) => {
+            tasks::read_folder(folder).map_err(|error| Failure::option("--tasks", &error))?
+        }
         None if demo::TASKS.is_empty() => {
             return Err(Failure::Usage(
                 "this program was built without tasks; give their folder with --tasks DIR".into(),
@@ -97,7 +99,7 @@ pub fn run(args: &Eval) -> Outcome {
         keep_tokens: args.keep_tokens.map_or(defaults.keep_tokens, NonZeroUsize::get),
         ..defaults
     };
-    let engine = engine::start(&args.model, &config)?;
+    let engine = engine::start(&args.model, &config, &named::EVAL)?;
     let tokenizer = engine::tokenizer(&engine)?;
     let template = ChatTemplate::new(tokenizer)?;
     let longest = MemoryPlan::new(&open::checkpoint(&args.model)?, &config)?.longest_sequence;

@@ -5,7 +5,8 @@ use std::process::ExitCode;
 /// Why a command ended.
 #[derive(Debug)]
 pub enum Failure {
-    /// The command line cannot be carried out as it is: exit code 2.
+    /// The command line cannot be carried out as it is: an option, its value, the file that it
+    /// names, the prompt. Exit code 2.
     Usage(String),
     /// Something went wrong: exit code 1.
     Error(anyhow::Error),
@@ -16,6 +17,11 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// A value of `option`, or the file that it names, is wrong.
+    pub fn option(option: &str, error: &anyhow::Error) -> Self {
+        Failure::Usage(format!("{option}: {}", describe(error)))
+    }
+
     /// Tells the user, and gives the exit code.
     pub fn report(self) -> ExitCode {
         match self {

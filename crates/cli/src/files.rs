@@ -1,5 +1,6 @@
 //! Files that the command line names.
 
+use crate::failure::{Failure, Outcome};
 use anyhow::{Context, bail};
 use std::fs::File;
 use std::io::Read;
@@ -19,6 +20,11 @@ pub fn text(path: &Path) -> anyhow::Result<String> {
     }
     let read = || read(File::open(path)?, LONGEST);
     read().with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// The text of the file that `option` names; it is the command line's fault if there is none.
+pub fn given(path: &Path, option: &str) -> Outcome<String> {
+    text(path).map_err(|error| Failure::option(option, &error))
 }
 
 fn read(from: impl Read, most: u64) -> anyhow::Result<String> {

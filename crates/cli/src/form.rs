@@ -2,9 +2,10 @@
 
 use crate::args::FormArgs;
 use crate::failure::{Failure, Outcome};
-use crate::files;
+use crate::{files, named};
 use anyhow::Context;
 use deepinfer::chat::{self, ToolDefinition};
+use deepinfer::engine::Engine;
 use deepinfer::grammar::{GrammarSpec, Tool, ToolCalls, ToolChoice, Trigger};
 use deepinfer::request::{Constraint, ThinkingBudget};
 use deepinfer::tokenizer::Tokenizer;
@@ -13,18 +14,37 @@ use std::sync::Arc;
 /// The grammar that was asked for.
 pub fn grammar(args: &FormArgs) -> Outcome<Option<GrammarSpec>> {
     if let Some(path) = &args.json_schema {
-        let schema = serde_json::from_str(&files::text(path)?)
-            .map_err(|e| Failure::Usage(format!("--json-schema {}: {e}", path.display())))?;
+        let schema = serde_json::from_str(&files::given(path, "--json-schema")?)
+            .map_err(|e| Failure::Usage(format!("--json-schema: {}: {e}", path.display())))?;
         return Ok(Some(GrammarSpec::JsonSchema(schema)));
     }
     if let Some(path) = &args.grammar {
-        return Ok(Some(GrammarSpec::Lark(files::text(path)?)));
+        return Ok(Some(GrammarSpec::Lark(files::given(path, "--grammar")?)));
     }
     if args.json_object {
         return Ok(Some(GrammarSpec::JsonObject));
     }
     let regex = args.regex.clone().map(GrammarSpec::Regex);
     Ok(regex.or_else(|| args.choice.clone().map(GrammarSpec::Choice)))
+}
+
+/// The option that the form was asked for with.
+fn option(args: &FormArgs) -> &'static str {
+    match args {
+        FormArgs { json_schema: Some(_), .. } => "--json-schema",
+        FormArgs { grammar: Some(_), .. } => "--grammar",
+        FormArgs { regex: Some(_), .. } => "--regex",
+        FormArgs { choice: Some(_), .. } => "--choice",
+        _ => "--json-object",
+    }
+}
+
+/// Whether the engine can keep to a form.
+pub fn check(engine: &Engine, grammar: &GrammarSpec, args: &FormArgs) -> Outcome {
+    engine.check_grammar(grammar).map_err(|error| match named::request(error) {
+        Failure::Usage(message) => Failure::Usage(format!("{}: {message}", option(args))),
+        failure => failure,
+    })
 }
 
 /// The rule that an answer has this form, after the thinking if there is any.

@@ -3,7 +3,7 @@
 use crate::args::Generate;
 use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
-use crate::{engine, files, form, open, speech, text};
+use crate::{engine, files, form, named, open, speech, text};
 use anyhow::Context;
 use deepinfer::chat::{self, ChatTemplate, Conversation};
 use deepinfer::engine::Engine;
@@ -41,13 +41,16 @@ pub fn run(args: &Generate) -> Outcome {
     config.kv_tokens *= n;
     config.max_batch_tokens = config.max_batch_tokens.max(8 * n);
     let start = Instant::now();
-    let engine = engine::start(&args.model, &config)?;
+    let engine = engine::start(&args.model, &config, &named::GENERATE)?;
     let loaded = start.elapsed();
     let tokenizer = engine::tokenizer(&engine)?;
     let end = form::thinking_end(tokenizer, args.chat && effort.thinks())?;
     let mut params = engine::sampling(&args.sampling, tokenizer, Some(max_tokens))?;
     params.n = n;
     (params.logprobs, params.prompt_logprobs) = (args.logprobs, args.prompt_logprobs);
+    if let Some(grammar) = &grammar {
+        form::check(&engine, grammar, &args.form)?;
+    }
     params.constraint = form::constraint(grammar, end)?;
     params.thinking_budget = form::budget(args.thinking_budget, end)?;
     let ids = match input {
@@ -64,7 +67,7 @@ pub fn run(args: &Generate) -> Outcome {
     let prompt_tokens = ids.len();
     let request = Request::tokens(ids, params);
     let start = Instant::now();
-    let handles = engine.submit_all(request).map_err(|e| Failure::Usage(e.to_string()))?;
+    let handles = engine.submit_all(request).map_err(named::request)?;
     let mut answers = Vec::new();
     for (i, handle) in handles.iter().enumerate() {
         let mut speech = args.chat.then(|| Speech::new(tokenizer, effort.thinks()));
@@ -147,7 +150,7 @@ fn drafts_by_position(metrics: &Metrics) -> Vec<serde_json::Value> {
 fn input(args: &Generate) -> Outcome<Input> {
     match (&args.prompt, &args.prompt_file, &args.token_ids) {
         (Some(text), _, _) => Ok(Input::Text(text.clone())),
-        (_, Some(path), _) => Ok(Input::Text(files::text(path)?)),
+        (_, Some(path), _) => Ok(Input::Text(files::given(path, "--prompt-file")?)),
         (_, _, Some(_)) if args.chat => {
             Err(Failure::Usage("--chat needs text; --token-ids are taken as they are".into()))
         }
@@ -189,7 +192,7 @@ pub fn follow(
             bar.finish_and_clear();
         }
         seen(&event)?;
-        if completion.push(event)? {
+        if completion.push(event).map_err(named::request)? {
             break;
         }
     }

@@ -25,6 +25,7 @@ mod form;
 mod generate;
 mod inspect;
 mod man;
+mod named;
 mod open;
 mod plan;
 mod selftest;

@@ -34,6 +34,10 @@ pub fn source(args: &ModelArgs) -> Outcome<Source> {
              files",
             folder.display()
         ))),
+        Some(folder) if !folder.join("config.json").is_file() => Err(Failure::Usage(format!(
+            "--model {}: the folder has no config.json; give one that holds a checkpoint",
+            folder.display()
+        ))),
         Some(folder) => Ok(Source::directory(folder)),
         None if demo::MODEL.is_empty() => Err(Failure::Usage(
             "this program was built without the demo model; give a checkpoint with --model DIR"

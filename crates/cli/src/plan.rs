@@ -2,10 +2,10 @@
 
 use crate::args::Plan;
 use crate::failure::{Failure, Outcome};
-use crate::{open, text};
+use crate::{named, open, text};
 use anyhow::Context;
 use deepinfer::engine::EngineConfig;
-use deepinfer::plan_memory::{DoesNotFit, MemoryPlan};
+use deepinfer::plan_memory::MemoryPlan;
 use deepinfer_device::{Cuda, DeviceChoice};
 
 /// Shows what a model needs of a machine, and fails where it does not fit.
@@ -24,7 +24,8 @@ pub fn run(args: &Plan) -> Outcome {
         device: args.device,
         ..d
     };
-    let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| Failure::Usage(e.to_string()))?;
+    let knobs = &named::ENGINE;
+    let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| named::setting(&e, knobs))?;
     let (verdict, gpu) = match (args.device.resolve(), available) {
         (DeviceChoice::Cuda(_), Some(bytes)) => (plan.check_gpu(bytes), Some(bytes)),
         (DeviceChoice::Cuda(ordinal), None) => {
@@ -50,7 +51,7 @@ pub fn run(args: &Plan) -> Outcome {
     } else {
         print(&plan, fills)?;
     }
-    Ok(verdict.map_err(|error| anyhow::anyhow!(shortage(&error, ADVICE)))?)
+    Ok(verdict.map_err(|error| anyhow::anyhow!(error.told(knobs.advice)))?)
 }
 
 /// A size of memory. Few bytes without a unit are those of somebody who meant another one.
@@ -61,32 +62,6 @@ fn memory(size: &str) -> Result<u64, String> {
         true => Err(wrong(&format!(" is {bytes} bytes"))),
         false => Ok(bytes),
     }
-}
-
-/// What memory hangs on.
-pub const ADVICE: &str = "lower --kv-tokens, --max-seqs or --max-batch-tokens";
-
-/// What is missing, in the words of the command line, and what would help.
-pub fn shortage(error: &DoesNotFit, advice: &str) -> String {
-    let sum = [
-        (error.weights, "weights".to_owned()),
-        (error.slots, "slots of sequences and snapshots".to_owned()),
-        (error.pages, format!("pages for {} tokens", text::count(error.tokens as u64))),
-        (error.scratch, "work space".to_owned()),
-    ];
-    let parts = sum.iter().filter(|(bytes, _)| *bytes > 0);
-    let parts: Vec<_> =
-        parts.map(|(bytes, name)| format!("{} for {name}", text::bytes(*bytes))).collect();
-    let advice = match error.weights > error.available {
-        true => "the weights alone do not fit",
-        false => advice,
-    };
-    format!(
-        "{} needed ({}), {} available; {advice}",
-        text::bytes(error.needed),
-        parts.join(", "),
-        text::bytes(error.available)
-    )
 }
 
 fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
@@ -138,26 +113,5 @@ mod tests {
             let message = memory(size).expect_err(size);
             assert!(message.contains("--memory") && message.contains(wanted), "{message}");
         }
-    }
-
-    #[test]
-    fn a_shortage_names_options() {
-        let mut error = DoesNotFit {
-            needed: 42_500_000,
-            weights: 0,
-            slots: 2_500_000,
-            pages: 30_000_000,
-            tokens: 65536,
-            scratch: 10_000_000,
-            available: 20_000_000,
-        };
-        assert_eq!(
-            shortage(&error, ADVICE),
-            "42.5 MB needed (2.50 MB for slots of sequences and snapshots, 30.0 MB for pages for \
-             65,536 tokens, 10.0 MB for work space), 20.0 MB available; lower --kv-tokens, \
-             --max-seqs or --max-batch-tokens"
-        );
-        error.weights = 21_000_000;
-        assert!(shortage(&error, ADVICE).ends_with("the weights alone do not fit"));
     }
 }

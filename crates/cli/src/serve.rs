@@ -2,7 +2,7 @@
 
 use crate::args::{EngineArgs, ModelArgs, RunArgs};
 use crate::failure::{Failure, Outcome};
-use crate::{engine, files, selftest};
+use crate::{engine, files, named, selftest};
 use anyhow::Context;
 use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{Args, ValueEnum};
@@ -10,7 +10,7 @@ use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::tokenizer::Tokenizer;
 use deepinfer_server::{App, Config, Inference, Key, Live, SelfTest, Tls, Traces, serve};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
@@ -113,7 +113,7 @@ pub fn run(args: &ServeArgs) -> Outcome {
     engine_config.max_queued_tokens = args.max_queued_tokens;
     engine_config.max_wait = Some(args.max_wait).filter(|&s| s > 0).map(Duration::from_secs);
     selftest::before_serving(args.run.device)?;
-    let engine = engine::start(&args.model, &engine_config)?;
+    let engine = engine::start(&args.model, &engine_config, &named::ENGINE)?;
     let fingerprint = format!("fp_{}", env!("CARGO_PKG_VERSION"));
     let inference: Arc<dyn Inference> = Arc::new(Live::new(engine, Some(fingerprint))?);
     if args.model.model.is_none() && config.self_test.is_none() {
@@ -192,13 +192,13 @@ fn log_filter(text: &str) -> Result<EnvFilter, String> {
 fn server_config(args: &ServeArgs) -> Outcome<Config> {
     let usage = |message: String| Failure::Usage(message);
     let keys = match &args.api_key_file {
-        Some(file) => Key::parse_file(&read(file, "--api-key-file")?)
+        Some(file) => Key::parse_file(&files::given(file, "--api-key-file")?)
             .map_err(|error| usage(format!("--api-key-file {}: {error}", file.display())))?,
         None => Vec::new(),
     };
     let self_test: Option<SelfTest> = match &args.self_test {
         Some(file) => Some(
-            serde_json::from_str(&read(file, "--self-test")?)
+            serde_json::from_str(&files::given(file, "--self-test")?)
                 .map_err(|error| usage(format!("--self-test {}: {error}", file.display())))?,
         ),
         None => None,
@@ -228,10 +228,6 @@ fn server_config(args: &ServeArgs) -> Outcome<Config> {
         tls,
         ..Config::default()
     })
-}
-
-fn read(file: &Path, option: &str) -> Outcome<String> {
-    files::text(file).map_err(|error| Failure::Usage(format!("{option}: {error:#}")))
 }
 
 #[cfg(test)]

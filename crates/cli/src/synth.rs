@@ -9,9 +9,9 @@ use std::io::Write;
 
 /// Writes a random checkpoint.
 pub fn run(args: &Synth) -> Outcome {
-    let usage = |e: SynthError| Failure::Usage(format!("--preset: {e}"));
+    let usage = |option: &str, e: SynthError| Failure::option(option, &e.into());
     let options = Options {
-        preset: args.preset.parse().map_err(usage)?,
+        preset: args.preset.parse().map_err(|e| usage("--preset", e))?,
         seed: args.seed,
         engram_rows: args.engram_rows,
         positions: args.positions,
@@ -22,8 +22,11 @@ pub fn run(args: &Synth) -> Outcome {
         bar.set_position(done);
     };
     let summary = match write(&args.out, &options, &mut progress) {
-        Err(error @ (SynthError::Layers { .. } | SynthError::NotEmpty { .. })) => {
-            return Err(Failure::Usage(error.to_string()));
+        Err(error @ SynthError::Layers { .. }) => return Err(usage("--preset", error)),
+        Err(error @ SynthError::NotEmpty { .. }) => return Err(usage("--out", error)),
+        Err(SynthError::Config(error)) => {
+            let options = "--preset, --engram-rows and --positions make no model";
+            return Err(Failure::Usage(format!("{options}: {error}")));
         }
         other => other.with_context(|| format!("cannot write {}", args.out.display()))?,
     };

@@ -1,23 +1,7 @@
 //! Numbers and tables for people.
 
+pub use deepinfer::plan_memory::size as bytes;
 use std::io::Write;
-
-/// `1234567` as `1.23 MB`.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
-    let mut value = n as f64;
-    let mut unit = 0;
-    while value >= 999.5 && unit + 1 < UNITS.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{n} B"),
-        _ if value < 9.995 => format!("{value:.2} {}", UNITS[unit]),
-        _ if value < 99.95 => format!("{value:.1} {}", UNITS[unit]),
-        _ => format!("{value:.0} {}", UNITS[unit]),
-    }
-}
 
 /// `1234567` as `1,234,567`.
 pub fn count(n: u64) -> String {

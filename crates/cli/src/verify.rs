@@ -13,7 +13,8 @@ use std::io::Write;
 
 /// Compares a model with a reference.
 pub fn run(args: &Verify) -> Outcome {
-    let reference = Reference::open(&args.reference).context("cannot read the reference")?;
+    let reference = Reference::open(&args.reference)
+        .map_err(|error| Failure::option("--reference", &error.into()))?;
     match open::any_model(&args.model, args.device, args.threads)? {
         AnyLoaded::Cpu(loaded) => on_cpu(args, &reference, &loaded),
         AnyLoaded::Cuda(loaded) => on_gpu(args, &reference, &loaded),

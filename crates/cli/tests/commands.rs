@@ -156,9 +156,21 @@ fn answers_have_the_form_asked_for() {
     assert_eq!(four["tokens"][4], two["tokens"][2], "the end of thinking");
 
     let bad = file("bad", r#"{"items": {"type": "text"}}"#);
-    let refused = generate(&["--json-schema", &bad]);
-    assert!(!refused.status.success());
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("/items"), "names the place");
+    // What is wrong with a form names its option, and the place.
+    let (lark, none) = (file("lark", "start: ("), file("none", "{"));
+    for (option, value, wanted) in [
+        ("--json-schema", bad.as_str(), "/items"),
+        ("--json-schema", &none, "EOF"),
+        ("--json-schema", "/nonexistent", "cannot read /nonexistent"),
+        ("--grammar", &lark, "Expected"),
+        ("--grammar", "/nonexistent", "cannot read /nonexistent"),
+        ("--regex", "(", "unclosed group"),
+    ] {
+        let refused = generate(&[option, value]);
+        let text = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{option} {value}: {text}");
+        assert!(text.contains(&format!("error: {option}: ")) && text.contains(wanted), "{text}");
+    }
 }
 
 #[test]
@@ -192,9 +204,46 @@ fn wrong_command_lines_say_what_to_do() {
     for (args, expected) in [
         (&["generate", "--model", "/nonexistent", "--prompt", "a"][..], "no such folder"),
         (&["generate", "--model", &tiny()], "--prompt"),
-        (&["generate", "--model", &tiny(), "--prompt", "a", "--draft", "99"], "99"),
+        (
+            &["generate", "--model", &tiny(), "--prompt", "a", "--draft", "99"],
+            "--draft: cannot draft 99",
+        ),
         (&["generate", "--model", &tiny(), "--token-ids", "99999"], "99999"),
-        (&["generate", "--model", &tiny(), "--prompt", "a", "--top-p", "7"], "top_p"),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--top-p", "7"], "--top-p is 7"),
+        (
+            &["generate", "--model", &tiny(), "--prompt", "a", "--stop-token-ids", "9999"],
+            "--stop-token-ids",
+        ),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--bad-words", ""], "--bad-words"),
+        (
+            &["generate", "--model", &tiny(), "--prompt", "a", "--draft-scheme", "x"],
+            "--draft-scheme is",
+        ),
+        (&["generate", "--model", &tiny(), "--prompt", "a", "--threads", "2000"], "--threads"),
+        (
+            &["generate", "--model", &tiny(), "--prompt-file", "/nonexistent"],
+            "--prompt-file: cannot",
+        ),
+        (
+            &["generate", "--model", "/", "--prompt", "a"],
+            "--model /: the folder has no config.json",
+        ),
+        (&["chat", "--model", &tiny(), "--temperature", "-1"], "--temperature is -1"),
+        (&["chat", "--model", &tiny(), "--effort", "much"], "--effort"),
+        (&["eval", "--tasks", "/nonexistent"], "--tasks: cannot read /nonexistent"),
+        (&["eval", "--prefill", "x"], "--prefill is"),
+        (
+            &["verify", "--model", &tiny(), "--reference", "/nonexistent"],
+            "--reference: /nonexistent",
+        ),
+        (
+            &["batch", "--model", &tiny(), "/nonexistent", "/dev/null"],
+            "INPUT: cannot read /nonexistent",
+        ),
+        (&["serve", "--model", &tiny(), "--kv-tokens", "3"], "--kv-tokens is 3"),
+        (&["plan", "--model", &tiny(), "--kv-tokens", "3"], "--kv-tokens is 3"),
+        (&["synth", "--out", "/tmp/x", "--preset", "flash-layers:1"], "--preset: flash-layers:1"),
+        (&["synth", "--out", "/tmp/x", "--positions", "0"], "--positions"),
         (&["generate", "--model", &tiny(), "--prompt", "a", "--logit-bias", "x"], "ID=X"),
         (&["generate", "--model", &tiny(), "--prompt", "a", "--top-k", "-2"], "-2"),
         (&["synth", "--out", "/tmp/x", "--preset", "huge"], "huge"),
@@ -596,7 +645,7 @@ fn input_without_end_is_refused() {
         ] {
             let done = run(args);
             let text = String::from_utf8_lossy(&done.stderr);
-            assert_eq!(done.status.code(), Some(1), "{args:?}: {text}");
+            assert_eq!(done.status.code(), Some(2), "{args:?}: {text}");
             assert!(text.contains("more than 67108864 bytes"), "{args:?}: {text}");
         }
     }
@@ -715,9 +764,9 @@ fn huge_numbers_are_refused() {
         (vec!["bench", "--new-tokens", HUGE], "tokens"),
         (vec!["bench", "layer", "--device", "cpu", "--rows", HUGE], "--rows"),
         (vec!["bench", "layer", "--device", "cpu", "--prefill", HUGE], "--prefill"),
-        (vec!["plan", "--max-seqs", HUGE], "max_seqs"),
-        (vec!["plan", "--max-batch-tokens", HUGE], "max_batch_tokens"),
-        (vec!["plan", "--kv-tokens", HUGE], "kv_tokens"),
+        (vec!["plan", "--max-seqs", HUGE], "--max-seqs"),
+        (vec!["plan", "--max-batch-tokens", HUGE], "--max-batch-tokens"),
+        (vec!["plan", "--kv-tokens", HUGE], "--kv-tokens"),
         (vec!["synth", "--out", &out, "--engram-rows", HUGE], "engram"),
         (vec!["generate", "--prompt", "x", "--threads", HUGE], "threads"),
     ] {

@@ -50,12 +50,7 @@ pub struct MemoryPlan {
 
 /// There is not enough memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{needed} bytes are needed before the first request ({}{slots} for sequence slots, {pages} for \
-     {tokens} cached tokens, {scratch} for work space), but only {available} are available{}",
-    if *.weights > 0 { format!("{} for weights, ", .weights) } else { String::new() },
-    self.advice()
-)]
+#[error("{}", self.told("lower kv_tokens, max_seqs, device_snapshots or max_batch_tokens"))]
 pub struct DoesNotFit {
     /// Bytes wanted at the start.
     pub needed: u64,
@@ -74,15 +69,47 @@ pub struct DoesNotFit {
 }
 
 impl DoesNotFit {
-    fn advice(&self) -> &'static str {
-        if self.weights > self.available {
-            " beside 1 GiB that is left alone: the weights alone do not fit"
-        } else if self.weights > 0 {
-            " beside 1 GiB that is left alone; lower kv_tokens, max_seqs, device_snapshots or \
-             max_batch_tokens"
-        } else {
-            "; lower kv_tokens, max_seqs, device_snapshots or max_batch_tokens"
-        }
+    /// What is missing, with `advice` on what would take less, unless the weights alone are too
+    /// much.
+    pub fn told(&self, advice: &str) -> String {
+        let sum = [
+            (self.weights, "weights".to_owned()),
+            (self.slots, "slots of sequences and snapshots".to_owned()),
+            (self.pages, format!("pages for {} tokens", self.tokens)),
+            (self.scratch, "work space".to_owned()),
+        ];
+        let parts = sum.iter().filter(|(bytes, _)| *bytes > 0);
+        let parts: Vec<_> =
+            parts.map(|(bytes, name)| format!("{} for {name}", size(*bytes))).collect();
+        // Beside what a GPU keeps.
+        let beside = if self.weights > 0 { " beside 1 GiB that is left alone" } else { "" };
+        let advice = match self.weights > self.available {
+            true => "the weights alone do not fit",
+            false => advice,
+        };
+        format!(
+            "{} needed ({}), {} available{beside}; {advice}",
+            size(self.needed),
+            parts.join(", "),
+            size(self.available)
+        )
+    }
+}
+
+/// Bytes in words: `1234567` as `1.23 MB`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{bytes} B"),
+        _ if value < 9.995 => format!("{value:.2} {}", UNITS[unit]),
+        _ if value < 99.95 => format!("{value:.1} {}", UNITS[unit]),
+        _ => format!("{value:.0} {}", UNITS[unit]),
     }
 }
 

@@ -4,7 +4,7 @@ use deepinfer::cache::{CacheFormat, Caches};
 use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::config::ModelConfig;
 use deepinfer::engine::{DraftMode, EngineConfig, EngineError};
-use deepinfer::plan_memory::MemoryPlan;
+use deepinfer::plan_memory::{DoesNotFit, MemoryPlan};
 use deepinfer::schedule::{Shape, geometry};
 use deepinfer_device::cpu::Cpu;
 use std::path::Path;
@@ -40,10 +40,26 @@ fn what_does_not_fit_is_refused_with_numbers() {
     assert_eq!(plan.check(plan.allocated_bytes), Ok(()));
     let refused = plan.check(plan.allocated_bytes - 1).expect_err("does not fit");
     assert_eq!(refused.needed, plan.allocated_bytes);
-    let text = refused.to_string();
+    assert!(refused.to_string().contains("lower kv_tokens"), "{refused}");
+    let mut error = DoesNotFit {
+        needed: 42_500_000,
+        weights: 0,
+        slots: 2_500_000,
+        pages: 30_000_000,
+        tokens: 65536,
+        scratch: 10_000_000,
+        available: 20_000_000,
+    };
+    assert_eq!(
+        error.told("take less"),
+        "42.5 MB needed (2.50 MB for slots of sequences and snapshots, 30.0 MB for pages for 65536 \
+         tokens, 10.0 MB for work space), 20.0 MB available; take less"
+    );
+    error.weights = 21_000_000;
+    let told = error.told("take less");
     assert!(
-        text.contains(&plan.allocated_bytes.to_string()) && text.contains("kv_tokens"),
-        "{text}"
+        told.ends_with("beside 1 GiB that is left alone; the weights alone do not fit"),
+        "{told}"
     );
 }
 

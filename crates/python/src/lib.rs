@@ -308,11 +308,26 @@ fn value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
+/// A wrong setting, by the name that it has here.
+fn named(error: &EngineError) -> String {
+    let message = error.to_string();
+    let own = match error.setting() {
+        Some("max_seqs") => ("max_seqs", "max_num_seqs"),
+        Some("max_batch_tokens") => ("max_batch_tokens", "max_num_batched_tokens"),
+        Some("draft-scheme") => ("draft-scheme", "draft_scheme"),
+        Some("prefix-cache") => ("prefix-cache", "prefix_cache"),
+        _ => return message,
+    };
+    message.replacen(own.0, own.1, 1)
+}
+
 /// Settings are the caller's; files and devices are not.
 fn start_error(error: EngineError) -> PyErr {
     match error {
-        error if error.is_setting() => value_error(error),
-        EngineError::DoesNotFit(_) => PyMemoryError::new_err(error.to_string()),
+        error if error.is_setting() => value_error(named(&error)),
+        EngineError::DoesNotFit(error) => PyMemoryError::new_err(
+            error.told("lower kv_tokens, max_num_seqs or max_num_batched_tokens"),
+        ),
         _ => PyOSError::new_err(error.to_string()),
     }
 }

@@ -229,6 +229,10 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
         LLM(draft=100)
     with pytest.raises(ValueError, match="kv_tokens is 8"):
         LLM(kv_tokens=8)
+    with pytest.raises(ValueError, match="max_num_seqs is 70000"):
+        LLM(max_num_seqs=70_000)
+    with pytest.raises(MemoryError, match="TB needed .*; lower kv_tokens, max_num_seqs or max_num"):
+        LLM(kv_tokens=1 << 36, device="cpu")
     with pytest.raises(OSError, match="no such folder"):
         LLM("/does/not/exist")
     assert llm.generate([], use_tqdm=False) == []

@@ -1,6 +1,6 @@
 //! `deepinfer bench`, and what it measures besides the whole model.
 
-use super::{Kv, ModelArgs};
+use super::{Kv, ModelArgs, threads};
 use crate::bench::Slice;
 use clap::{Args, Subcommand};
 use deepinfer_device::DeviceChoice;
@@ -27,7 +27,7 @@ pub struct Bench {
     #[arg(long, value_name = "N", default_value_t = 7)]
     pub repeats: usize,
     /// Threads of the CPU, which is what is measured; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// How caches are stored
     #[arg(long, value_enum, default_value_t = Kv::Released)]
@@ -78,7 +78,7 @@ pub struct BenchLayer {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
     /// Threads of a CPU; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// Print JSON
     #[arg(long)]
@@ -97,7 +97,7 @@ pub struct BenchOps {
     #[arg(long)]
     pub quick: bool,
     /// Threads of a CPU; without it, one for each processor
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// Print JSON
     #[arg(long)]

@@ -17,8 +17,11 @@ const LONGEST: u64 = 1 << 30;
 pub fn read(path: &Path) -> Outcome<Vec<Line>> {
     let name = path.display();
     let cannot_read = || format!("cannot read {name}");
-    let file = File::open(path).with_context(cannot_read)?;
-    let texts = lines(BufReader::new(file), LONGEST_LINE, LONGEST).with_context(cannot_read)?;
+    let file = File::open(path).with_context(cannot_read);
+    let texts = file.and_then(|file| {
+        lines(BufReader::new(file), LONGEST_LINE, LONGEST).with_context(cannot_read)
+    });
+    let texts = texts.map_err(|error| Failure::option("INPUT", &error))?;
     let (mut lines, mut ids) = (Vec::new(), BTreeSet::new());
     for (number, text) in texts {
         let line = Line::parse(&text)

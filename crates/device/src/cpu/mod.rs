@@ -43,7 +43,7 @@ pub struct Cpu {
 }
 
 /// Most threads of a pool.
-const MOST_THREADS: usize = 1024;
+pub const MOST_THREADS: usize = 1024;
 
 impl Cpu {
     /// A CPU with `threads` threads (all that the process may use if `None`) and the best

@@ -45,7 +45,7 @@ impl FromStr for PrefillMode {
             "exact" => Ok(Self::Exact),
             "compact" => Ok(Self::Compact),
             "mask" => Ok(Self::Mask),
-            _ => Err(EngineError::setting("prefill", text, "off, exact, compact or mask")),
+            _ => Err(EngineError::not_understood("prefill", text, "off, exact, compact or mask")),
         }
     }
 }
@@ -73,7 +73,11 @@ impl FromStr for PrefixCache {
             ("device", _) => Ok(Self::Device),
             ("host", _) => Ok(Self::Host),
             (_, Some(dir)) if !dir.is_empty() => Ok(Self::Disk(dir.into())),
-            _ => Err(EngineError::setting("prefix-cache", text, "off, device, host or disk:DIR")),
+            _ => Err(EngineError::not_understood(
+                "prefix-cache",
+                text,
+                "off, device, host or disk:DIR",
+            )),
         }
     }
 }
@@ -101,7 +105,7 @@ impl FromStr for DraftMode {
             "auto" => Ok(Self::Auto),
             _ => match text.parse() {
                 Ok(n) => Ok(Self::Fixed(n)),
-                Err(_) => Err(EngineError::setting("draft", text, "off, auto or a number")),
+                Err(_) => Err(EngineError::not_understood("draft", text, "off, auto or a number")),
             },
         }
     }
@@ -127,7 +131,7 @@ impl FromStr for DraftScheme {
         match text {
             "shared" => Ok(Self::Shared),
             "rejection" => Ok(Self::Rejection),
-            _ => Err(EngineError::setting("draft-scheme", text, "shared or rejection")),
+            _ => Err(EngineError::not_understood("draft-scheme", text, "shared or rejection")),
         }
     }
 }

@@ -121,7 +121,19 @@ impl EngineError {
         )
     }
 
-    pub(super) fn setting(name: &'static str, value: &str, expected: &'static str) -> Self {
+    /// The setting whose value is at fault, with which the message begins; absent where there is no
+    /// such one.
+    pub fn setting(&self) -> Option<&'static str> {
+        match self {
+            Self::Setting { name, .. }
+            | Self::TooSmall { name, .. }
+            | Self::TooLarge { name, .. } => Some(name),
+            Self::PoolTooSmall { .. } => Some("kv_tokens"),
+            _ => None,
+        }
+    }
+
+    pub(super) fn not_understood(name: &'static str, value: &str, expected: &'static str) -> Self {
         Self::Setting { name, value: value.to_owned(), expected }
     }
 }
