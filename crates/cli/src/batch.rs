@@ -81,7 +81,7 @@ fn serve(
         while running.len() < at_once
             && let Some(line) = left.pop_front()
         {
-            let job = line.job(tokenizer, template.as_ref());
+            let job = line.job(tokenizer, template.as_ref(), engine.bounds().max_tokens);
             let started = job.and_then(|Job { request, kind }| {
                 let handle = engine.submit(request).map_err(|e| e.to_string())?;
                 Ok((handle, kind))

@@ -9,9 +9,9 @@ use crate::generate::{Printer, follow};
 use crate::speech::Speech;
 use crate::{engine, named, open, speech};
 use anyhow::{Context, bail};
-use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, InputMessage};
+use deepinfer::chat::{self, ChatError, ChatTemplate, Conversation, Effort, InputMessage};
 use deepinfer::engine::{Engine, EngineConfig, PrefixCache};
-use deepinfer::request::{Event, FinishReason, Request, SamplingParams};
+use deepinfer::request::{Event, FinishReason, Request, RequestError, SamplingParams};
 use interrupt::Interrupt;
 use prompt::{Line, Prompt};
 use serde::Serialize;
@@ -153,6 +153,12 @@ impl Talk<'_> {
         out.write_all(json.as_bytes()).with_context(|| format!("cannot write {name}"))
     }
 
+    /// Takes back a turn that cannot be answered.
+    fn refuse(&mut self, error: &RequestError) {
+        tell!("{error}; /reset starts again");
+        self.turns.pop();
+    }
+
     fn messages(&self) -> Vec<InputMessage> {
         let message = |turn: &Turn| match turn.role {
             "system" => chat::system(&turn.content),
@@ -168,16 +174,22 @@ impl Talk<'_> {
         self.turns.push(turn);
         let conversation = Conversation { messages: self.messages(), ..Default::default() };
         let options = chat::Options { effort: Some(self.effort) };
-        let prompt = self.template.render(&conversation, &options)?;
+        let limit = self.engine.bounds().max_tokens;
+        let prompt = match self.template.render_within(&conversation, &options, limit) {
+            // The fault is this turn's: the talk goes on without it.
+            Err(ChatError::TooLong(error)) => {
+                self.refuse(&error);
+                return Ok(());
+            }
+            rendered => rendered?,
+        };
         let prompt_tokens = prompt.len();
         let tokenizer = engine::tokenizer(self.engine)?;
         let request = Request::tokens(prompt, self.params.clone());
         let handle = match self.engine.submit(request) {
             Ok(handle) => handle,
-            // The fault is this turn's: the talk goes on without it.
             Err(error) => {
-                tell!("{error}; /reset starts again");
-                self.turns.pop();
+                self.refuse(&error);
                 return Ok(());
             }
         };

@@ -5,10 +5,10 @@ use crate::failure::{Failure, Outcome};
 use crate::speech::Speech;
 use crate::{engine, files, form, named, open, speech, text};
 use anyhow::Context;
-use deepinfer::chat::{self, ChatTemplate, Conversation};
+use deepinfer::chat::{self, ChatError, ChatTemplate, Conversation};
 use deepinfer::engine::Engine;
 use deepinfer::metrics::Metrics;
-use deepinfer::request::{Completion, Event, Request, RequestHandle, TokenLogprobs};
+use deepinfer::request::{Completion, Event, Request, RequestHandle, TokenLogprobs, check_text};
 use std::io::{IsTerminal, Write};
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
@@ -53,6 +53,7 @@ pub fn run(args: &Generate) -> Outcome {
     }
     params.constraint = form::constraint(grammar, end)?;
     params.thinking_budget = form::budget(args.thinking_budget, end)?;
+    let limit = engine.bounds().max_tokens;
     let ids = match input {
         Input::Tokens(ids) => ids,
         Input::Text(prompt) if args.chat => {
@@ -60,9 +61,15 @@ pub fn run(args: &Generate) -> Outcome {
             let conversation = Conversation { messages: messages.collect(), ..Default::default() };
             let options = chat::Options { effort: Some(effort) };
             let template = ChatTemplate::new(tokenizer).context("--chat")?;
-            template.render(&conversation, &options).context("--chat")?
+            match template.render_within(&conversation, &options, limit) {
+                Err(ChatError::TooLong(error)) => return Err(named::request(error)),
+                rendered => rendered.context("--chat")?,
+            }
         }
-        Input::Text(prompt) => chat::plain_prompt(tokenizer, &prompt)?,
+        Input::Text(prompt) => {
+            check_text(tokenizer, &prompt, limit).map_err(named::request)?;
+            chat::plain_prompt(tokenizer, &prompt)?
+        }
     };
     let prompt_tokens = ids.len();
     let request = Request::tokens(ids, params);

@@ -75,6 +75,7 @@ pub fn request(error: RequestError) -> Failure {
         }
         RequestError::EmptyPrompt
         | RequestError::PromptTooLong { .. }
+        | RequestError::TextTooLong { .. }
         | RequestError::TooManyTokens { .. }
         | RequestError::Encoding { .. } => Failure::Usage(error.to_string()),
         RequestError::Grammar(cause)

@@ -388,6 +388,38 @@ fn an_interrupt_ends_the_answer_and_not_the_talk() {
     assert_eq!(errors.matches("(stopped)").count(), 1, "{errors}");
 }
 
+#[test]
+fn text_far_beyond_the_context_is_refused_before_it_is_encoded() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let text = "somewhat long ".repeat(5_000);
+    std::fs::write(path("text"), &text).expect("it writes");
+    let model = tiny();
+    for more in [&[][..], &["--chat"]] {
+        let args = ["generate", "--model", &model, "--prompt-file", &path("text")];
+        let done = run(&[&args[..], more].concat());
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        assert!(said.contains("bytes of text have") && said.contains("tokens or more"), "{said}");
+    }
+    let done = talk(&format!("{text}\n/effort\n"));
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(said.contains("tokens or more") && said.contains("/reset starts again"), "{said}");
+    assert!(String::from_utf8_lossy(&done.stdout).contains("effort none"), "the talk goes on");
+    let bodies = [
+        ("completions", serde_json::json!({"prompt": text})),
+        ("chat/completions", serde_json::json!({"messages": [{"role": "user", "content": text}]})),
+    ];
+    let line = |(url, body): &(&str, serde_json::Value)| {
+        let url = format!("/v1/{url}");
+        serde_json::json!({"custom_id": url, "url": url, "body": body}).to_string()
+    };
+    std::fs::write(path("in"), bodies.each_ref().map(line).join("\n")).expect("it writes");
+    run(&["batch", "--model", &model, &path("in"), &path("out")]);
+    let answers = std::fs::read_to_string(path("out")).expect("answers");
+    assert_eq!(answers.lines().filter(|l| l.contains("tokens or more")).count(), 2, "{answers}");
+}
+
 /// What a talk says to these lines.
 fn talk(lines: &str) -> Output {
     use std::io::Write;

@@ -3,6 +3,7 @@
 //! Their renderer says which bytes of a prompt are special tokens. Everything else is encoded as
 //! plain text, so that nothing a user writes turns into a control token.
 
+use crate::request::{RequestError, check_text};
 use crate::tokenizer::{Decoder, Tokenizer, TokenizerError};
 use deepseek_recipe_core::special_tokens::SpecialToken;
 use deepseek_recipe_encoding::PromptEncoding;
@@ -33,6 +34,9 @@ pub enum ChatError {
         /// What was given.
         found: String,
     },
+    /// The prompt is certain not to fit.
+    #[error(transparent)]
+    TooLong(RequestError),
     /// The renderer writes the effort elsewhere than this version expects.
     #[error("the prompt renderer did not write the thinking effort where it belongs: {start:?}")]
     EffortPlace {
@@ -141,7 +145,19 @@ impl<'a> ChatTemplate<'a> {
         conversation: &Conversation,
         options: &Options,
     ) -> Result<Vec<u32>, ChatError> {
+        self.render_within(conversation, options, usize::MAX)
+    }
+
+    /// The same, unless it is certain that a sequence of at most `limit` tokens does not hold the
+    /// prompt: then it is not encoded, which would take long.
+    pub fn render_within(
+        &self,
+        conversation: &Conversation,
+        options: &Options,
+        limit: usize,
+    ) -> Result<Vec<u32>, ChatError> {
         let rendered = self.render_prompt(conversation, options)?;
+        check_text(self.tokenizer, &rendered.prompt, limit).map_err(ChatError::TooLong)?;
         Ok(self.tokenizer.encode_with_specials(&rendered.prompt, &rendered.special_ranges)?)
     }
 
@@ -193,7 +209,7 @@ fn write_effort(rendered: &mut RenderedPrompt, effort: Effort) -> Result<(), Cha
 }
 
 /// Token ids of a prompt that is plain text, after the token that starts a text if the tokenizer
-/// has one.
+/// has one. See [`check_text`] for texts that may be very long.
 pub fn plain_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, TokenizerError> {
     let mut ids: Vec<u32> = tokenizer.bos().into_iter().collect();
     ids.extend(tokenizer.encode(text)?);

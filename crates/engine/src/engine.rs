@@ -19,7 +19,7 @@ use crate::metrics::Metrics;
 use crate::output::OutputText;
 use crate::pulse::Pulse;
 use crate::request::{
-    Bounds, Prompt, Request, RequestError, RequestHandle, RequestId, event_queue,
+    Bounds, Prompt, Request, RequestError, RequestHandle, RequestId, check_text, event_queue,
 };
 use crate::schedule::{Held, Scheduler, Shape};
 use crate::sequence::{Arrival, Form};
@@ -211,6 +211,7 @@ impl Engine {
                 let encoding = |e: crate::tokenizer::TokenizerError| RequestError::Encoding {
                     reason: e.to_string(),
                 };
+                check_text(tokenizer, &text, self.bounds.max_tokens)?;
                 let ids = tokenizer.encode(&text).map_err(encoding)?;
                 Ok(tokenizer.bos().into_iter().chain(ids).collect())
             }

@@ -4,7 +4,7 @@ mod check;
 mod event;
 mod params;
 
-pub use check::{Bounds, MOST_SAMPLES, RequestError};
+pub use check::{Bounds, MOST_SAMPLES, RequestError, check_text};
 pub use event::{
     Completion, Event, EventSink, FinishReason, Reading, RequestHandle, RequestId, Token,
     TokenLogprobs, Usage, event_queue,

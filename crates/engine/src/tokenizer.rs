@@ -4,10 +4,15 @@
 //! text: the caller says where they are ([`Tokenizer::encode_with_specials`]) or asks for a scan
 //! ([`Tokenizer::encode_scanning_specials`]). Decoding works on bytes ([`Decoder`]).
 
+mod least;
+
+use least::Pieces;
 use serde::Deserialize;
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::OnceLock;
 use tokenizers::models::ModelWrapper;
 use tokenizers::{AddedVocabulary, Model};
 
@@ -82,6 +87,10 @@ pub struct Tokenizer {
     bytes: Vec<u8>,
     starts: Vec<u32>,
     digest: [u8; 32],
+    /// Whether the tokens of a text spell it: nothing is changed or left out before.
+    spells: bool,
+    /// Made for the first long text.
+    pieces: OnceLock<Pieces>,
 }
 
 impl Tokenizer {
@@ -89,7 +98,7 @@ impl Tokenizer {
     pub fn from_bytes(json: impl AsRef<[u8]>) -> Result<Self> {
         let json = json.as_ref();
         let parse = |error: tokenizers::Error| TokenizerError::Parse { message: error.to_string() };
-        Kind::check(json)?;
+        let spells = Kind::check(json)?;
         let mut plain = read(json)?;
         plain.with_truncation(None).map_err(parse)?;
         plain.with_padding(None);
@@ -139,7 +148,19 @@ impl Tokenizer {
         }
         starts.push(bytes.len() as u32);
         let digest = Sha256::digest(json).into();
-        Ok(Self { plain, added, by_first, special, spellings, bytes, starts, digest })
+        let pieces = OnceLock::new();
+        Ok(Self {
+            plain,
+            added,
+            by_first,
+            special,
+            spellings,
+            bytes,
+            starts,
+            digest,
+            spells,
+            pieces,
+        })
     }
 
     /// One more than the largest token id. The model's vocabulary may be larger.
@@ -183,6 +204,19 @@ impl Tokenizer {
     /// from the left), it becomes that token. For prompts whose author writes the template.
     pub fn encode_scanning_specials(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_with_specials(text, &self.find_specials(text))
+    }
+
+    /// Whether `text`, with or without special tokens in it, is certain to have at least `count`
+    /// tokens. That takes a small part of the time of encoding it; a text of which it is not certain
+    /// may have them, too.
+    pub fn has_at_least(&self, count: usize, text: &str) -> bool {
+        // A token spells at least one byte.
+        if !self.spells || text.len() < count {
+            return false;
+        }
+        let ids = 0..self.vocab_size() as u32;
+        let pieces = self.pieces.get_or_init(|| Pieces::new(ids.map(|id| self.token_bytes(id))));
+        pieces.are_at_least(count, text.as_bytes())
     }
 
     fn find_specials(&self, text: &str) -> Vec<Range<usize>> {
@@ -268,6 +302,10 @@ impl Tokenizer {
 #[derive(Deserialize)]
 struct Kind {
     model: ModelKind,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
     decoder: Option<DecoderKind>,
 }
 
@@ -280,6 +318,29 @@ struct ModelKind {
     end_of_word_suffix: Option<String>,
 }
 
+/// Whether the tokens of every text spell it: nothing is changed or left out before.
+fn spells(normalizer: &Value, pre_tokenizer: &Value) -> bool {
+    let keeps = |step: &&Value| match step["type"].as_str() {
+        Some("Split") => step["behavior"].as_str().is_some_and(|behavior| behavior != "Removed"),
+        kind => matches!(kind, Some("ByteLevel" | "Digits")),
+    };
+    let steps = steps(pre_tokenizer);
+    let to_bytes = steps.iter().filter(|step| step["type"] == "ByteLevel").count();
+    self::steps(normalizer).is_empty() && steps.iter().all(keeps) && to_bytes == 1
+}
+
+/// What is done to a text, one after the other.
+fn steps(part: &Value) -> Vec<&Value> {
+    match part["type"].as_str() {
+        None if part.is_null() => Vec::new(),
+        Some("Sequence") => {
+            let lists = [&part["normalizers"], &part["pretokenizers"]];
+            lists.into_iter().filter_map(Value::as_array).flatten().flat_map(steps).collect()
+        }
+        _ => vec![part],
+    }
+}
+
 #[derive(Deserialize)]
 struct DecoderKind {
     #[serde(rename = "type")]
@@ -290,8 +351,9 @@ struct DecoderKind {
 
 impl Kind {
     /// Refuses what this engine does not implement. The `tokenizers` crate panics on some of it,
-    /// and on text that is not JSON, so it comes after this.
-    fn check(json: &[u8]) -> Result<()> {
+    /// and on text that is not JSON, so it comes after this. Returns whether the tokens of a text
+    /// spell all of it.
+    fn check(json: &[u8]) -> Result<bool> {
         let kind: Kind = serde_json::from_slice(json)
             .map_err(|error| TokenizerError::Parse { message: error.to_string() })?;
         let model = kind.model;
@@ -322,7 +384,7 @@ impl Kind {
         if kinds != ["ByteLevel"] {
             return unsupported("decoder", &kinds, "[\"ByteLevel\"]");
         }
-        Ok(())
+        Ok(spells(&kind.normalizer, &kind.pre_tokenizer))
     }
 }
 

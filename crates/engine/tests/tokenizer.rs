@@ -40,6 +40,63 @@ fn encodes_and_decodes_as_the_reference() {
     }
 }
 
+/// Text of a kind that a vocabulary is made for, and some that none is.
+fn long_texts() -> [String; 4] {
+    let prose = "The quick brown fox jumps over 1234 lazy dogs; she said: \"No!\"\n\tlet x = y;\n";
+    let odd: String = (0x21..0x3000).filter_map(char::from_u32).collect();
+    [prose.repeat(40), odd, " \n".repeat(900), format!("{}{}", BOS.repeat(50), "x".repeat(500))]
+}
+
+#[test]
+fn what_is_said_to_be_too_long_is() {
+    let tiny = Tokenizer::from_bytes(std::fs::read(testdata("tiny-a/tokenizer.json")).unwrap());
+    for tokenizer in [&*REAL, &tiny.unwrap()] {
+        for text in long_texts() {
+            let plain = tokenizer.encode(&text).unwrap().len();
+            let scanned = tokenizer.encode_scanning_specials(&text).unwrap().len();
+            for count in [plain, scanned] {
+                assert!(!tokenizer.has_at_least(count + 1, &text[..]), "{count} {}", &text[..20]);
+            }
+            assert!(tokenizer.has_at_least(1, &text) && tokenizer.has_at_least(scanned / 3, &text));
+        }
+        // Where a vocabulary fits, little is missing.
+        let prose = &long_texts()[0];
+        let count = tokenizer.encode(prose).unwrap().len();
+        assert!(tokenizer.has_at_least(count * 3 / 4, prose), "{count}");
+        assert!(!tokenizer.has_at_least(1, ""));
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_text_has_fewer_tokens_than_is_said(text in "([a-z ]{0,9}|\\PC{0,5}|[0-9\\s]{0,9}){0,9}") {
+        let count = REAL.encode(&text).unwrap().len();
+        prop_assert!(!REAL.has_at_least(count + 1, &text));
+        let scanned = REAL.encode_scanning_specials(&text).unwrap().len();
+        prop_assert!(!REAL.has_at_least(scanned + 1, &text));
+    }
+}
+
+#[test]
+fn nothing_is_said_of_texts_that_are_changed_before_they_are_encoded() {
+    let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let says = |file: &serde_json::Value| {
+        let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(file).unwrap()).unwrap();
+        tokenizer.has_at_least(1, "some text")
+    };
+    assert!(says(&file));
+    let mut composed = file.clone();
+    composed["normalizer"] = serde_json::json!({"type": "NFC"});
+    assert!(!says(&composed));
+    let mut removed = file.clone();
+    removed["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed".into();
+    assert!(!says(&removed));
+    let mut characters = file.clone();
+    characters["pre_tokenizer"] = serde_json::Value::Null;
+    assert!(!says(&characters));
+}
+
 #[test]
 fn special_tokens_come_only_from_ranges() {
     let text = format!("{BOS}a{EOS}");

@@ -9,7 +9,7 @@ use deepinfer::chat::{self, ChatTemplate, Conversation, Effort};
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{EngineConfig, EngineError, Progress};
 use deepinfer::metrics::Counter;
-use deepinfer::request::{FinishReason, Request, RequestError, TokenLogprobs};
+use deepinfer::request::{FinishReason, Request, RequestError, TokenLogprobs, check_text};
 use deepinfer::settings::Settings;
 use deepinfer::tokenizer::{Decoder, Tokenizer};
 use params::Params;
@@ -97,6 +97,7 @@ impl Engine {
     /// Token ids of a text; special tokens that it spells stay text.
     fn encode(&self, text: &str, bos: bool) -> PyResult<Vec<u32>> {
         let tokenizer = self.tokenizer()?;
+        check_text(tokenizer, text, self.engine.bounds().max_tokens).map_err(value_error)?;
         let ids = if bos { chat::plain_prompt(tokenizer, text) } else { tokenizer.encode(text) };
         ids.map_err(value_error)
     }
@@ -121,9 +122,10 @@ impl Engine {
                 }
             });
         }
+        let limit = self.engine.bounds().max_tokens;
         let options = chat::Options { effort: Some(effort) };
         let template = ChatTemplate::new(self.tokenizer()?).map_err(value_error)?;
-        let ids = template.render(&conversation, &options).map_err(value_error)?;
+        let ids = template.render_within(&conversation, &options, limit).map_err(value_error)?;
         Ok((ids, effort.thinks()))
     }
 

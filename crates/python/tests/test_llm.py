@@ -223,6 +223,10 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
         llm.generate(PROMPTS[:2], [greedy()] * 3, use_tqdm=False)
     with pytest.raises(ValueError, match="either"):
         llm.generate(use_tqdm=False)
+    with pytest.raises(ValueError, match="300000 bytes of text have .* tokens or more"):
+        llm.generate("very " * 60_000, use_tqdm=False)
+    with pytest.raises(ValueError, match="tokens or more"):
+        llm.chat([{"role": "user", "content": "very " * 60_000}], use_tqdm=False)
     with pytest.raises(ValueError, match="draft"):
         LLM(draft="many")
     with pytest.raises(ValueError, match="blocks of at most"):

@@ -5,6 +5,7 @@ use crate::chat::{blocking, take_stream_options};
 use crate::error::{ApiError, Shape};
 use crate::fields::Fields;
 use crate::form;
+use crate::inference::Info;
 use crate::run::{Accounts, Job, Run, Step};
 use crate::sampling;
 use crate::sse;
@@ -13,7 +14,7 @@ use crate::usage;
 use axum::body::{Body, Bytes};
 use axum::extract::{Extension, State};
 use axum::http::Response;
-use deepinfer::request::{FinishReason, SamplingParams, Token, TokenLogprobs};
+use deepinfer::request::{FinishReason, SamplingParams, Token, TokenLogprobs, check_text};
 use deepinfer::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::pin::Pin;
@@ -61,7 +62,7 @@ impl Completions {
         let scan = fields.take("parse_special")?.unwrap_or(false);
         let bos = fields.take("add_special_tokens")?.unwrap_or(true);
         let prompts = match fields.value("prompt") {
-            Some(prompt) => read_prompts(&fields, prompt, tokenizer, scan, bos)?,
+            Some(prompt) => read_prompts(&fields, prompt, app.info(), scan, bos)?,
             None => return Err(fields.invalid("prompt", "this field is required")),
         };
         if prompts.len().saturating_mul(n) > MOST_CHOICES {
@@ -84,13 +85,15 @@ impl Completions {
 fn read_prompts(
     fields: &Fields,
     prompt: Value,
-    tokenizer: &Tokenizer,
+    info: &Info,
     scan: bool,
     bos: bool,
 ) -> Result<Vec<Vec<u32>>, ApiError> {
     let expected = "a text, a list of texts, a list of token ids, or a list of such lists";
     let wrong = || fields.invalid("prompt", format!("it must be {expected}"));
+    let tokenizer = &info.tokenizer;
     let encode = |text: &str| {
+        check_text(tokenizer, text, info.max_tokens)?;
         let ids = match scan {
             true => tokenizer.encode_scanning_specials(text),
             false => tokenizer.encode(text),

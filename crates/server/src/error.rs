@@ -206,9 +206,9 @@ impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
         let message = error.to_string();
         match error {
-            RequestError::PromptTooLong { .. } | RequestError::TooManyTokens { .. } => {
-                Self::TooLong { message }
-            }
+            RequestError::PromptTooLong { .. }
+            | RequestError::TextTooLong { .. }
+            | RequestError::TooManyTokens { .. } => Self::TooLong { message },
             RequestError::QueueFull { .. }
             | RequestError::QueueTokensFull { .. }
             | RequestError::WaitedTooLong { .. } => {

@@ -77,7 +77,8 @@ impl Messages {
         fields.finish()?;
 
         let converted = convert::<MessagesRequest>(recipe, "messages")?;
-        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        let asked =
+            Asked { effort, budget, params, form, tools, counting, owner, cache_salt, priority };
         Ok(Self { model, turn: turn::prepare(app, converted, asked)?, stream })
     }
 }

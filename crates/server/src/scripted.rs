@@ -4,7 +4,7 @@ use crate::inference::{Figures, Inference, Info};
 use deepinfer::grammar::{CompileError, Compiler, CompilerLimits, GrammarSpec, GrammarVocabulary};
 use deepinfer::request::{
     Event, EventSink, FinishReason, Prompt, Request, RequestError, RequestHandle, RequestId, Token,
-    TokenLogprobs, Usage, event_queue,
+    TokenLogprobs, Usage, check_text, event_queue,
 };
 use deepinfer::tokenizer::{Decoder, Tokenizer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -233,7 +233,10 @@ impl Inference for Scripted {
         };
         let prompt = match &request.prompt {
             Prompt::Tokens(tokens) => tokens.clone(),
-            Prompt::Text(text) => self.info.tokenizer.encode(text).map_err(encoding)?,
+            Prompt::Text(text) => {
+                check_text(&self.info.tokenizer, text, self.info.max_tokens)?;
+                self.info.tokenizer.encode(text).map_err(encoding)?
+            }
         };
         let bounds = deepinfer::request::Bounds {
             vocab: self.info.vocab,

@@ -8,7 +8,7 @@ use crate::output::Reading;
 use crate::run::Job;
 use deepinfer::chat::{ChatError, ChatTemplate, Conversation, Effort, InputMessage, Options};
 use deepinfer::grammar::Trigger;
-use deepinfer::request::{SamplingParams, ThinkingBudget};
+use deepinfer::request::{RequestError, SamplingParams, ThinkingBudget};
 use deepseek_recipe::request::{
     ConversationRequest, ConversionOptions, DEFAULT_MAX_EFFORT_MAX_TOKENS,
     DEFAULT_NON_THINKING_MAX_TOKENS, DEFAULT_THINKING_MAX_TOKENS, ModelVersion, WebSearchBehavior,
@@ -52,6 +52,8 @@ pub struct Asked {
     pub form: Option<Form>,
     /// How tools are called.
     pub tools: ToolRules,
+    /// Only the number of its tokens is wanted.
+    pub counting: bool,
     /// Whose request it is.
     pub owner: Option<String>,
     /// For the prefix cache.
@@ -60,18 +62,29 @@ pub struct Asked {
     pub priority: i32,
 }
 
-/// Token ids of the prompt.
-pub fn render(
-    app: &App,
-    conversation: &Conversation,
-    effort: Effort,
-) -> Result<Vec<u32>, ApiError> {
-    let unsuited = |error: ChatError| {
-        let message = format!("messages: {error}");
-        ApiError::Invalid { param: Some("messages".into()), message }
+/// Token ids of the prompt. What is certain not to fit is refused, unless it is only counted.
+fn render(app: &App, conversation: &Conversation, asked: &Asked) -> Result<Vec<u32>, ApiError> {
+    let unsuited = |error: ChatError| match error {
+        ChatError::TooLong(RequestError::TextTooLong { bytes, tokens, .. }) => {
+            let limit = app.info().max_tokens;
+            RequestError::TextTooLong { bytes, tokens, limit }.into()
+        }
+        error => {
+            let message = format!("messages: {error}");
+            ApiError::Invalid { param: Some("messages".into()), message }
+        }
+    };
+    let answered = |message: &InputMessage| matches!(message, InputMessage::Assistant { .. });
+    let limit = match conversation.messages.iter().any(answered) {
+        _ if asked.counting => usize::MAX,
+        // Answers may be replaced by what was produced: calls written another way have other
+        // numbers of tokens, but not so many.
+        true => app.info().max_tokens.saturating_mul(4),
+        false => app.info().max_tokens,
     };
     let template = ChatTemplate::new(&app.info().tokenizer).map_err(unsuited)?;
-    template.render(conversation, &Options { effort: Some(effort) }).map_err(unsuited)
+    let options = Options { effort: Some(asked.effort) };
+    template.render_within(conversation, &options, limit).map_err(unsuited)
 }
 
 /// Renders the prompt and puts everything together.
@@ -83,7 +96,7 @@ pub fn prepare(
     if let Some(form) = &asked.form {
         converted.conversation.response_format = form.response_format();
     }
-    let mut prompt = render(app, &converted.conversation, asked.effort)?;
+    let mut prompt = render(app, &converted.conversation, &asked)?;
     let remember = app.remember(format!("{:?} {:?}", asked.owner, asked.cache_salt));
     if let Some(remember) = &remember {
         let messages = &converted.conversation.messages;

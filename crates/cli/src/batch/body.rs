@@ -4,7 +4,7 @@ use crate::conversation::{self, Message, Tool};
 use crate::form;
 use deepinfer::chat::{self, ChatTemplate, Conversation, Effort, ResponseFormat, ToolChoice};
 use deepinfer::grammar::{GrammarSpec, ToolChoice as CallChoice};
-use deepinfer::request::{Request, SamplingParams};
+use deepinfer::request::{Request, SamplingParams, check_text};
 use deepinfer::tokenizer::Tokenizer;
 use serde::Deserialize;
 use serde_json::Value;
@@ -245,11 +245,12 @@ impl Line {
         &self.custom_id
     }
 
-    /// The request, or why it cannot be run.
+    /// The request, or why it cannot be run. `limit`: tokens that a sequence may have.
     pub fn job(
         &self,
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate<'_>>,
+        limit: usize,
     ) -> Result<Job, String> {
         if let Some(method) = self.method.as_deref().filter(|m| *m != "POST") {
             return Err(format!("method {method:?}: expected POST"));
@@ -257,9 +258,9 @@ impl Line {
         match self.url.as_str() {
             "/v1/chat/completions" => {
                 let template = template.ok_or("the tokenizer lacks tokens of the chat format")?;
-                self.chat(tokenizer, template)
+                self.chat(tokenizer, template, limit)
             }
-            "/v1/completions" => self.text(tokenizer),
+            "/v1/completions" => self.text(tokenizer, limit),
             other => {
                 Err(format!("url {other:?}: expected /v1/chat/completions or /v1/completions"))
             }
@@ -276,7 +277,12 @@ impl Line {
         Ok((read(&self.body)?, read(&self.body)?))
     }
 
-    fn chat(&self, tokenizer: &Tokenizer, template: &ChatTemplate<'_>) -> Result<Job, String> {
+    fn chat(
+        &self,
+        tokenizer: &Tokenizer,
+        template: &ChatTemplate<'_>,
+        limit: usize,
+    ) -> Result<Job, String> {
         let (body, common): (ChatBody, Common) = self.parsed(CHAT)?;
         let mut params = params(&common)?;
         params.max_tokens = body.max_completion_tokens.or(params.max_tokens);
@@ -331,7 +337,8 @@ impl Line {
             ..Conversation::default()
         };
         let options = chat::Options { effort: Some(effort) };
-        let prompt = template.render(&conversation, &options).map_err(|e| e.to_string())?;
+        let prompt = template.render_within(&conversation, &options, limit);
+        let prompt = prompt.map_err(|e| e.to_string())?;
         Ok(Job {
             request: Request::tokens(prompt, params),
             kind: Kind::Chat {
@@ -342,7 +349,7 @@ impl Line {
         })
     }
 
-    fn text(&self, tokenizer: &Tokenizer) -> Result<Job, String> {
+    fn text(&self, tokenizer: &Tokenizer, limit: usize) -> Result<Job, String> {
         let (body, common): (TextBody, Common) = self.parsed(TEXT)?;
         let mut params = params(&common)?;
         params.max_tokens = params.max_tokens.or(Some(16));
@@ -352,6 +359,7 @@ impl Line {
                 (ids, text)
             }
             TextPrompt::Text(text) => {
+                check_text(tokenizer, &text, limit).map_err(|e| e.to_string())?;
                 (chat::plain_prompt(tokenizer, &text).map_err(|e| e.to_string())?, text)
             }
         };

@@ -3,6 +3,7 @@
 use super::SamplingParams;
 use crate::engine::PrefillMode;
 use crate::grammar::{CompileError, MatchError};
+use crate::tokenizer::Tokenizer;
 
 /// Why a request was refused or failed. A fault of a request ends that request alone.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -14,6 +15,19 @@ pub enum RequestError {
     #[error("the prompt has {tokens} tokens, but a sequence holds at most {limit} with its output")]
     PromptTooLong {
         /// Tokens in the prompt.
+        tokens: usize,
+        /// Tokens that a sequence may have.
+        limit: usize,
+    },
+    /// The same, found without encoding the text.
+    #[error(
+        "the prompt's {bytes} bytes of text have {tokens} tokens or more, but a sequence holds at \
+         most {limit} with its output"
+    )]
+    TextTooLong {
+        /// Bytes of text in the prompt.
+        bytes: usize,
+        /// Tokens that they have at least.
         tokens: usize,
         /// Tokens that a sequence may have.
         limit: usize,
@@ -126,6 +140,15 @@ pub struct Bounds {
     pub prefill: PrefillMode,
     /// Whether text can be decoded (a tokenizer is present).
     pub text: bool,
+}
+
+/// Refuses a prompt of `text` that is certain not to fit into a sequence of at most `limit` tokens:
+/// encoding it would take long.
+pub fn check_text(tokenizer: &Tokenizer, text: &str, limit: usize) -> Result<(), RequestError> {
+    match tokenizer.has_at_least(limit, text) {
+        true => Err(RequestError::TextTooLong { bytes: text.len(), tokens: limit, limit }),
+        false => Ok(()),
+    }
 }
 
 /// Most log-probabilities a token.

@@ -78,7 +78,17 @@ impl ChatRequest {
         fields.finish()?;
 
         let converted = convert::<ChatCompletionRequest>(recipe, "messages")?;
-        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        let asked = Asked {
+            effort,
+            budget,
+            params,
+            form,
+            tools,
+            counting: false,
+            owner,
+            cache_salt,
+            priority,
+        };
         let turn = turn::prepare(app, converted, asked)?;
         Ok(Self { model, turn, stream, include_usage })
     }

@@ -111,7 +111,8 @@ impl Request {
 
         let converted = convert::<ResponsesRequest>(recipe, "input")?;
         let generator = ResponsesRequest::chunk_generator(&converted, id.to_owned(), model);
-        let asked = Asked { effort, budget, params, form, tools, owner, cache_salt, priority };
+        let asked =
+            Asked { effort, budget, params, form, tools, counting, owner, cache_salt, priority };
         let turn = turn::prepare(app, converted, asked)?;
         Ok(Self { turn, generator, input: Arc::new(input), echo, stream, background, store })
     }

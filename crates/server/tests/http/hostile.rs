@@ -2,6 +2,7 @@
 
 use crate::common::*;
 use crate::network::*;
+use axum::http::StatusCode;
 use deepinfer_server::Config;
 use deepinfer_server::scripted::Reply;
 use serde_json::json;
@@ -184,4 +185,49 @@ async fn malformed_requests_get_an_error_or_are_cut() {
     }
     others_are_served(&running).await;
     running.settle(0).await;
+}
+
+/// Text that cannot fit is refused without being encoded, in every protocol; it can be counted.
+#[tokio::test]
+async fn text_far_beyond_the_context_is_refused_before_it_is_encoded() {
+    let server = Server::saying("x");
+    let text = "somewhat long ".repeat(40_000);
+    let talk = json!([{"role": "user", "content": text}]);
+    let message = json!({"model": "deepinfer", "max_tokens": 9, "messages": talk});
+    for (path, body) in [
+        ("/v1/chat/completions", chat(json!({"messages": talk}))),
+        ("/v1/completions", json!({"model": "deepinfer", "prompt": text})),
+        ("/v1/completions", json!({"model": "deepinfer", "prompt": ["a", text]})),
+        ("/v1/responses", json!({"model": "deepinfer", "input": text})),
+        ("/v1/messages", message.clone()),
+    ] {
+        let (status, answer) = server.post(path, body).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{path}: {answer}");
+        let said = answer["error"]["message"].as_str().expect("a message");
+        let bytes: usize =
+            said.split([' ', '\'']).find_map(|word| word.parse().ok()).expect("bytes");
+        assert!((text.len()..text.len() + 200).contains(&bytes), "{path}: {said}");
+        assert!(said.contains("65536 tokens or more"), "{path}: {said}");
+        if path != "/v1/messages" {
+            assert_eq!(answer["error"]["code"], "context_length_exceeded", "{path}");
+        }
+    }
+    let counted = server.ok("/v1/messages/count_tokens", message).await;
+    assert!(counted["input_tokens"].as_u64().is_some_and(|n| n > 65_536), "{counted}");
+    let body = json!({"model": "deepinfer", "input": text});
+    let counted = server.ok("/v1/responses/input_tokens", body).await;
+    assert!(counted["input_tokens"].as_u64().is_some_and(|n| n > 65_536), "{counted}");
+    // An answer that comes back may be replaced by other tokens: they are known only then.
+    let said = json!({"role": "assistant", "content": "yes"});
+    let refused = async |text: &str| {
+        let question = json!({"role": "user", "content": text});
+        let history = json!([{"role": "user", "content": "hi"}, said, question]);
+        let body = chat(json!({"messages": history}));
+        let (_, answer) = server.post("/v1/chat/completions", body).await;
+        answer["error"]["message"].as_str().expect("a message").to_owned()
+    };
+    let end = "tokens or more, but a sequence holds at most 65536 with its output";
+    assert!(refused(&text).await.ends_with(&format!(" 262144 {end}")));
+    let encoded = refused(&text[..200_000]).await;
+    assert!(encoded.ends_with(" tokens, but a sequence holds at most 65536 with its output"));
 }
