@@ -27,6 +27,8 @@ struct Contents {
     parts: Vec<PartSize>,
     per_layer: Vec<LayerSize>,
     caches: Vec<CacheLine>,
+    /// Tensors that the configuration needs, and the tokenizer, as far as they are not there.
+    missing: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     list: Option<Vec<TensorLine>>,
 }
@@ -141,6 +143,7 @@ fn contents(checkpoint: &Checkpoint, list: bool) -> Result<Contents, EngineError
         parts,
         per_layer,
         caches,
+        missing: open::missing(checkpoint),
         list,
     })
 }
@@ -190,6 +193,9 @@ fn print(c: &Contents) -> std::io::Result<()> {
         c.shards,
         text::bytes(c.bytes)
     )?;
+    if !c.missing.is_empty() {
+        writeln!(out, "missing, so that the model cannot be run: {}\n", open::named(&c.missing))?;
+    }
     let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / (c.bytes.max(1)) as f64);
     let head = |cells: &[&str]| cells.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
     let mut rows = vec![head(&["part", "tensors", "bytes", "share"])];

@@ -1,8 +1,8 @@
 //! Opens a checkpoint and loads the model, with progress.
 
 use crate::args::ModelArgs;
-use crate::demo;
 use crate::failure::{Failure, Outcome};
+use crate::{demo, text};
 use anyhow::Context;
 use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::engram::Engram;
@@ -52,6 +52,20 @@ pub fn checkpoint(args: &ModelArgs) -> Outcome<Checkpoint> {
     let source = source(args)?;
     let place = source.place();
     Ok(Checkpoint::open(source).with_context(|| format!("cannot open {place}"))?)
+}
+
+/// What a checkpoint lacks to be run: the tokenizer, tensors.
+pub fn missing(checkpoint: &Checkpoint) -> Vec<String> {
+    let tokenizer = (!checkpoint.has_tokenizer()).then(|| "tokenizer.json".to_owned());
+    tokenizer.into_iter().chain(checkpoint.missing()).collect()
+}
+
+/// The first of these names, and how many there are.
+pub fn named(names: &[String]) -> String {
+    match names.len() {
+        0..=3 => names.join(", "),
+        all => format!("{} and {} more", names[..3].join(", "), text::count(all as u64 - 3)),
+    }
 }
 
 /// Opens and loads, on the device that the command line names.

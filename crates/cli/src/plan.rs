@@ -15,6 +15,15 @@ pub fn run(args: &Plan) -> Outcome {
         Some(size) => Some(memory(size).map_err(Failure::Usage)?),
     };
     let checkpoint = open::checkpoint(&args.model)?;
+    let missing = checkpoint.missing();
+    if !missing.is_empty() {
+        let (place, names) = (checkpoint.source().place(), open::named(&missing));
+        let why = format!("{place} lacks tensors that its configuration needs: {names}");
+        return Err(anyhow::anyhow!("{why}; is the download complete?").into());
+    }
+    if !checkpoint.has_tokenizer() {
+        tell!("tokenizer.json is missing: the model can be planned for, but not run");
+    }
     let d = EngineConfig::default();
     let config = EngineConfig {
         max_seqs: args.max_seqs.unwrap_or(d.max_seqs),

@@ -287,6 +287,43 @@ fn inspect_accounts_for_every_byte() {
 }
 
 #[test]
+fn what_a_checkpoint_lacks_is_said() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().display().to_string();
+    let copy = |name: &str| {
+        let path = testdata("tiny-a").join(name);
+        std::fs::copy(path, folder.path().join(name)).expect("it copies");
+    };
+    copy("config.json");
+    let index = folder.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {}}"#).expect("it writes");
+    let inspect = |more: &[&str]| run(&[&["inspect", "--model", &model], more].concat());
+    let plan = || run(&["plan", "--model", &model, "--device", "cpu"]);
+
+    let text = String::from_utf8_lossy(&inspect(&[]).stdout).into_owned();
+    assert!(text.contains("cannot be run: tokenizer.json, embed.weight, "), "{text}");
+    let all = json(&inspect(&["--json"]))["missing"].as_array().map(Vec::len);
+    assert!(all.is_some_and(|n| n > 300), "{all:?}");
+    let refused = plan();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("lacks tensors") && said.contains("embed.weight"), "{said}");
+
+    // All tensors, and no tokenizer.
+    copy("model.safetensors.index.json");
+    for i in 1..=3 {
+        copy(&format!("model-0000{i}-of-00003.safetensors"));
+    }
+    assert_eq!(json(&inspect(&["--json"]))["missing"], serde_json::json!(["tokenizer.json"]));
+    let planned = plan();
+    let said = String::from_utf8_lossy(&planned.stderr);
+    assert!(planned.status.success() && said.contains("tokenizer.json is missing"), "{said}");
+    copy("tokenizer.json");
+    assert_eq!(json(&inspect(&["--json"]))["missing"], serde_json::json!([]));
+    assert_eq!(String::from_utf8_lossy(&plan().stderr), "");
+}
+
+#[test]
 fn synth_writes_what_generate_reads() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("model").display().to_string();

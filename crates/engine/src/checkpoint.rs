@@ -191,6 +191,31 @@ impl Checkpoint {
         })
     }
 
+    /// Whether there is a tokenizer beside the tensors.
+    pub fn has_tokenizer(&self) -> bool {
+        self.tokenizer_json().is_ok()
+    }
+
+    /// Tensors that the configuration needs and no file has, in the order of the layers. Those of
+    /// images are not needed.
+    pub fn missing(&self) -> Vec<String> {
+        let rows = &self.config.text_config.engram_num_embeddings;
+        let mut missing = Vec::new();
+        for spec in layout::tensors(&self.config, rows) {
+            let of_images =
+                Part::of(&spec.name).0 == Part::Vision || spec.name.ends_with(".gate.bias_vl");
+            let Some(tensor) = self.tensors.get(&spec.name) else {
+                missing.extend((!of_images).then_some(spec.name));
+                continue;
+            };
+            let scale = scale_name(&spec.name);
+            if !matches!(tensor.dtype, Dtype::F32 | Dtype::BF16) && !self.contains(&scale) {
+                missing.push(scale);
+            }
+        }
+        missing
+    }
+
     /// Whether a tensor of that name exists.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
@@ -357,7 +382,7 @@ impl Checkpoint {
         cols: usize,
         formats: &[Format],
     ) -> Result<(Format, Bytes), CheckpointError> {
-        let scale = format!("{}.scale", name.strip_suffix(".weight").unwrap_or(name));
+        let scale = scale_name(name);
         let Some(tensor) = self.tensors.get(&scale) else {
             return Err(CheckpointError::MissingScale { tensor: name.to_owned(), dtype, scale });
         };
@@ -388,6 +413,11 @@ impl Checkpoint {
         let shape: Vec<usize> = tensor.shape.iter().map(|&n| n as usize).collect();
         Ok((format, self.take(&scale, &shape, "")?))
     }
+}
+
+/// Where the scales of a matrix stand.
+fn scale_name(name: &str) -> String {
+    format!("{}.scale", name.strip_suffix(".weight").unwrap_or(name))
 }
 
 pub(crate) fn parse_index(text: &[u8]) -> Result<Index, CheckpointError> {

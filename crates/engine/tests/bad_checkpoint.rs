@@ -80,7 +80,16 @@ fn missing_files() {
     let error = refused(open(folder(&files).path()), &["two.safetensors", "2 tensors", "b"]);
     assert!(matches!(error, CheckpointError::MissingShard { tensors: 2, .. }));
 
+    let query = "layers.0.attn.wq_a";
+    let checkpoint = single(shard(&[(&format!("{query}.weight"), "F8_E4M3", &[1], 1)])).unwrap();
+    let missing = checkpoint.missing();
+    assert_eq!(missing[0], "embed.weight");
+    assert!(missing.contains(&format!("{query}.scale")), "{missing:?}");
+    assert!(!missing.contains(&format!("{query}.weight")));
+    assert!(!missing.iter().any(|name| name.contains("vision") || name.contains("bias_vl")));
+
     let checkpoint = single(shard(&[])).unwrap();
+    assert!(!checkpoint.has_tokenizer());
     let error = refused(checkpoint.tokenizer_json(), &["tokenizer.json"]);
     assert!(matches!(error, CheckpointError::MissingFile { .. }));
 }

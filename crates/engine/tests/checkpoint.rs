@@ -16,6 +16,7 @@ fn open(folder: &std::path::Path) -> Checkpoint {
 fn layout_is_that_of_the_reference_checkpoints() {
     for folder in checkpoints() {
         let mut checkpoint = open(&folder);
+        assert_eq!(checkpoint.missing(), Vec::<String>::new());
         let config = checkpoint.config().clone();
         let total = checkpoint.tensors().count();
         let rows = config.text_config.engram_num_embeddings.clone();
