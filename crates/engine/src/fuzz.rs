@@ -54,12 +54,15 @@ pub fn config(text: &[u8]) {
     }
 }
 
-/// A `tokenizer.json`: an accepted one encodes texts to ids that it has, and gives them back.
+/// A `tokenizer.json`: an accepted one encodes texts to ids that it has, no fewer than it says
+/// beforehand, and gives them back.
 pub fn tokenizer(json: &[u8]) {
     let Ok(tokenizer) = Tokenizer::from_bytes(json) else { return };
     for text in ["", "a b", "Größe 12\n\n你好 <think>", "<｜User｜>｜DSML｜\u{0}\u{fffd}"] {
         for ids in [tokenizer.encode(text), tokenizer.encode_scanning_specials(text)] {
-            for id in ids.unwrap_or_default() {
+            let Ok(ids) = ids else { continue };
+            assert!(!tokenizer.has_at_least(ids.len() + 1, text));
+            for id in ids {
                 assert!((id as usize) < tokenizer.vocab_size());
             }
         }

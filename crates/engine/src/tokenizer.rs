@@ -214,9 +214,16 @@ impl Tokenizer {
         if !self.spells || text.len() < count {
             return false;
         }
-        let ids = 0..self.vocab_size() as u32;
-        let pieces = self.pieces.get_or_init(|| Pieces::new(ids.map(|id| self.token_bytes(id))));
-        pieces.are_at_least(count, text.as_bytes())
+        self.pieces.get_or_init(|| self.all_pieces()).are_at_least(count, text.as_bytes())
+    }
+
+    /// Of all spellings: in an odd file, several have one id.
+    fn all_pieces(&self) -> Pieces {
+        let alphabet = byte_alphabet();
+        let plain = self.plain.get_vocab(false);
+        let tokens: Vec<Vec<u8>> = plain.keys().map(|token| token_text(token, &alphabet)).collect();
+        let added = self.added.keys().map(String::as_bytes);
+        Pieces::new(tokens.iter().map(Vec::as_slice).chain(added))
     }
 
     fn find_specials(&self, text: &str) -> Vec<Range<usize>> {

@@ -77,6 +77,23 @@ proptest! {
     }
 }
 
+/// Nobody writes such files; what is said of texts must hold all the same.
+#[test]
+fn spellings_of_one_id_all_count() {
+    let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
+    let mut file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let vocab = file["model"]["vocab"].as_object_mut().unwrap();
+    let long = vocab["Ġrepresenting"].clone();
+    for letter in "qxzjkwvyABCDFGHJKLMOQUVWXYZ".chars() {
+        vocab.insert(letter.to_string(), long.clone());
+    }
+    let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(&file).unwrap()).unwrap();
+    let text = " representing".repeat(9);
+    let count = tokenizer.encode(&text).unwrap().len();
+    assert_eq!(count, 9);
+    assert!(!tokenizer.has_at_least(10, &text) && tokenizer.has_at_least(9, &text));
+}
+
 #[test]
 fn nothing_is_said_of_texts_that_are_changed_before_they_are_encoded() {
     let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
