@@ -5,8 +5,8 @@
 //! ```
 //! Prints, for a prompt that is read beside two running requests: the time to the first token of
 //! newcomers of 100 tokens; how much of their rate the running requests keep, compared with the
-//! same tokens of the same requests alone; and the prompt's time, compared with the mean of its
-//! times alone before and after.
+//! same tokens of the same requests alone; and the prompt's time. What it is compared with is the
+//! mean of a measurement before and one after, since the speed of a machine drifts.
 
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
@@ -81,31 +81,34 @@ impl Runners {
 struct Undisturbed(Vec<(f64, f64)>);
 
 impl Undisturbed {
-    fn measure(runners: &mut Runners, seconds: f64) -> Self {
+    fn measure(engine: &Engine, seconds: f64) -> Result<Self, Box<dyn std::error::Error>> {
+        let mut runners = Runners::start(engine)?;
         let mut times = vec![runners.now()];
         while times[times.len() - 1].0 < seconds {
             std::thread::sleep(Duration::from_millis(20));
             times.push(runners.now());
         }
-        Self(times)
-    }
-
-    /// Rates at the beginning and at the end.
-    fn rates(&self) -> String {
         let rate = |part: &[(f64, f64)]| match part {
             [(t0, n0), .., (t1, n1)] => (n1 - n0) / (t1 - t0),
             _ => 0.0,
         };
-        let part = self.0.len() / 10;
-        let (first, last) = (rate(&self.0[..part]), rate(&self.0[self.0.len() - part..]));
-        format!("{first:.0} tokens/s at first, {last:.0} after {:.0} s", self.0[self.0.len() - 1].0)
+        let part = times.len() / 10;
+        let (first, last) = (rate(&times[..part]), rate(&times[times.len() - part..]));
+        println!("decoding alone: {first:.0} tokens/s at first, {last:.0} after {seconds:.0} s");
+        Ok(Self(times))
     }
 
-    /// Seconds from the start to so many tokens; `None` if they were not reached.
-    fn seconds(&self, tokens: f64) -> Option<f64> {
-        let i = self.0.partition_point(|&(_, t)| t < tokens);
-        let (before, after) = (self.0.get(i.max(1) - 1)?, self.0.get(i.max(1))?);
-        Some(before.0 + (after.0 - before.0) * (tokens - before.1) / (after.1 - before.1))
+    /// Seconds between two numbers of tokens.
+    fn seconds(&self, from: f64, to: f64) -> Result<f64, &'static str> {
+        let at = |tokens: f64| {
+            let i = self.0.partition_point(|&(_, t)| t < tokens).max(1);
+            let (before, after) = (self.0.get(i - 1)?, self.0.get(i)?);
+            Some(before.0 + (after.0 - before.0) * (tokens - before.1) / (after.1 - before.1))
+        };
+        match (at(from), at(to)) {
+            (Some(from), Some(to)) => Ok(to - from),
+            _ => Err("the running requests were faster beside the prompt than alone"),
+        }
     }
 }
 
@@ -130,11 +133,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let before = read_alone()?;
 
     // As many tokens as they will have produced when the prompt has been read beside them.
-    let mut runners = Runners::start(&engine)?;
-    let undisturbed = Undisturbed::measure(&mut runners, 1.5 * before);
-    drop(runners);
-    println!("decoding alone: {}", undisturbed.rates());
-
+    let undisturbed = Undisturbed::measure(&engine, 1.5 * before)?;
     let mut runners = Runners::start(&engine)?;
     let metrics = engine.metrics();
     let steps = |histogram: &Histogram| (histogram.counts().iter().sum::<u64>(), histogram.sum());
@@ -143,16 +142,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let start = Instant::now();
     let long = engine.submit(request(len, 4, 1))?;
     let reader = std::thread::spawn(move || first_token(&long, start));
-    let (mut shares, mut newcomers) = (Vec::new(), Vec::new());
+    let (mut windows, mut newcomers) = (Vec::new(), Vec::new());
     loop {
         std::thread::sleep(Duration::from_secs_f64(WINDOW));
         let now = runners.now();
         if reader.is_finished() {
             break;
         }
-        let seconds =
-            |tokens| undisturbed.seconds(tokens).ok_or("the running requests were faster");
-        shares.push(100.0 * (seconds(now.1)? - seconds(last.1)?) / (now.0 - last.0));
+        windows.push((last, now));
         last = now;
         let arrival = Instant::now();
         let newcomer = engine.submit(request(100, 5 + newcomers.len() as u32, 4))?;
@@ -160,7 +157,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let now = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
     let beside = reader.join().map_err(|_| "the reader of the prompt's answer failed")?;
-    if shares.is_empty() {
+    if windows.is_empty() {
         return Err("the prompt is too short to measure rates beside it".into());
     }
     if runners.have_ended() {
@@ -168,6 +165,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     drop(runners);
     let after = read_alone()?;
+    let undisturbed = [undisturbed, Undisturbed::measure(&engine, 1.5 * before)?];
     let alone = (before + after) / 2.0;
     println!("the prompt of {len} tokens alone: {before:.2} s before, {after:.2} s after");
     let worst = newcomers.iter().copied().fold(0.0, f64::max);
@@ -175,6 +173,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "newcomers of 100 tokens: {worst:.3} s at worst, {:.2}% of the prompt",
         100.0 * worst / alone
     );
+    let mut shares = Vec::new();
+    for (from, to) in windows {
+        let alone = undisturbed.iter().map(|u| u.seconds(from.1, to.1));
+        let alone = alone.sum::<Result<f64, _>>()? / undisturbed.len() as f64;
+        shares.push(100.0 * alone / (to.0 - from.0));
+    }
     shares.sort_by(f64::total_cmp);
     println!(
         "running requests keep {:.1}% of their rate at worst, {:.1}% at the median, over {} times \

@@ -2,6 +2,8 @@
 
 use crate::cpu::Cpu;
 use rayon::prelude::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Arithmetic operations below which a task is not worth handing to another thread.
 const LEAST_WORK: usize = 32 * 1024;
@@ -77,15 +79,36 @@ impl Cpu {
         self.pool().install(|| tasks.into_par_iter().for_each_init(scratch, f));
     }
 
-    /// The results of `f` for every task, in order of the tasks.
-    pub(crate) fn map<T: Send, R: Send>(
+    /// The results of `f` for every task, in order of the tasks. Threads take tasks from the front:
+    /// with long ones first, no thread waits long for another at the end.
+    pub(crate) fn map<T: Sync, R: Send>(
         &self,
-        tasks: Vec<T>,
-        f: impl Fn(T) -> R + Sync + Send,
+        tasks: &[T],
+        f: impl Fn(&T) -> R + Sync + Send,
     ) -> Vec<R> {
-        if tasks.len() <= 1 || self.threads() == 1 {
-            return tasks.into_iter().map(f).collect();
+        let threads = self.threads().min(tasks.len());
+        if threads <= 1 {
+            return tasks.iter().map(f).collect();
         }
-        self.pool().install(|| tasks.into_par_iter().with_max_len(1).map(f).collect())
+        let next = AtomicUsize::new(0);
+        let results = Mutex::new(Vec::with_capacity(tasks.len()));
+        let work = || {
+            let mut own = Vec::new();
+            loop {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                let Some(task) = tasks.get(i) else { break };
+                own.push((i, f(task)));
+            }
+            results.lock().unwrap_or_else(PoisonError::into_inner).append(&mut own);
+        };
+        self.pool().install(|| {
+            rayon::scope(|scope| {
+                (1..threads).for_each(|_| scope.spawn(|_| work()));
+                work();
+            });
+        });
+        let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        results.sort_unstable_by_key(|(i, _)| *i);
+        results.into_iter().map(|(_, result)| result).collect()
     }
 }

@@ -43,12 +43,13 @@ pub(crate) fn select(
     };
     let shape = publish.as_ref().map(|(shape, _)| *shape);
     let tasks = tasks(cpu, args, within.is_some());
-    let found = cpu.map(tasks, |task| match within {
-        Some((shape, blocks)) => scan_blocks(cpu, args, shape, blocks, &task),
-        None => scan_rows(cpu, args, shape, &task),
+    let found = cpu.map(&tasks, |task| match within {
+        Some((shape, blocks)) => scan_blocks(cpu, args, shape, blocks, task),
+        None => scan_rows(cpu, args, shape, task),
     });
-    // Parts of a query stand side by side.
-    let mut found = found.into_iter().flatten().peekable();
+    let mut found: Vec<Found> = found.into_iter().flatten().collect();
+    found.sort_by_key(|part| part.row);
+    let mut found = found.into_iter().peekable();
     let mut publish = publish;
     for row in 0..args.map.rows {
         let mut best = Best::new(k);
@@ -95,6 +96,10 @@ fn tasks(cpu: &Cpu, args: &Selection<'_, Cpu>, alone: bool) -> Vec<Task> {
             tasks.push(Task { rows, part: 0, parts: 1 });
         }
     }
+    // The longest first.
+    tasks.sort_by_key(|task| {
+        std::cmp::Reverse(task.rows.len() * visible(map, task.rows.start, args.keys.ratio))
+    });
     tasks
 }
 
