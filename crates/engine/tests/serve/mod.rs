@@ -89,7 +89,7 @@ pub fn requests(seed: u64, count: usize, longest: usize) -> Vec<Request> {
                 }
                 4 => {
                     params.logit_bias = vec![(7, 3.0), (9, f32::NEG_INFINITY)];
-                    params.min_tokens = 4;
+                    params.min_tokens = params.max_tokens.map_or(4, |most| most.min(4));
                 }
                 5 => params.bad_words = vec![vec![3], vec![5, 6]],
                 6 => params.allowed_tokens = (20..60).collect(),
