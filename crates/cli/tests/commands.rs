@@ -4,7 +4,7 @@ mod program;
 
 use program::{QUESTION, demo, json, run, testdata, tiny};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 #[test]
 fn generate_gives_the_reference_tokens_drafted_or_not_on_any_threads() {
@@ -326,20 +326,13 @@ fn synth_writes_what_generate_reads() {
 #[test]
 fn an_interrupt_ends_the_answer_and_not_the_talk() {
     use std::io::{Read, Write};
-    use std::process::Stdio;
     let folder = tempfile::tempdir().expect("a folder");
     let model = folder.path().join("model").display().to_string();
     // Room for an answer of minutes.
     let made = run(&["synth", "--out", &model, "--preset", "tiny", "--positions", "60000"]);
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let mut talk = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
-        .args(["chat", "--model", &model, "--ignore-eos", "--effort", "none"])
-        .env("XDG_DATA_HOME", folder.path())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the program starts");
+    let options = ["--model", &model, "--ignore-eos", "--effort", "none"];
+    let mut talk = begin_talk(folder.path(), &options);
     let mut input = talk.stdin.take().expect("a pipe");
     let mut output = talk.stdout.take().expect("a pipe");
     // One answer only: what is left of it in the pipe would look like the beginning of a second.
@@ -393,19 +386,24 @@ fn text_far_beyond_the_context_is_refused_before_it_is_encoded() {
     assert_eq!(answers.lines().filter(|l| l.contains("tokens or more")).count(), 2, "{answers}");
 }
 
-/// What a talk says to these lines.
-fn talk(lines: &str) -> Output {
-    use std::io::Write;
-    use std::process::Stdio;
-    let folder = tempfile::tempdir().expect("a folder");
-    let mut talk = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
-        .args(["chat", "--model", &tiny()])
-        .env("XDG_DATA_HOME", folder.path())
+/// A talk over pipes that keeps its history in `folder`.
+fn begin_talk(folder: &Path, options: &[&str]) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_deepinfer"))
+        .arg("chat")
+        .args(options)
+        .env("XDG_DATA_HOME", folder)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .expect("the program starts");
+        .expect("the program starts")
+}
+
+/// What a talk says to these lines.
+fn talk(lines: &str) -> Output {
+    use std::io::Write;
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut talk = begin_talk(folder.path(), &["--model", &tiny()]);
     let mut input = talk.stdin.take().expect("a pipe");
     input.write_all(lines.as_bytes()).expect("it listens");
     drop(input);
