@@ -71,8 +71,9 @@ pub fn run(args: &Chat) -> Outcome {
     let tokenizer = engine::tokenizer(&engine)?;
     let template = ChatTemplate::new(tokenizer)?;
     let params = engine::sampling(&args.sampling, tokenizer, None)?;
-    // What no turn could be answered with is refused at once; any prompt will do.
-    params.check(&[0], engine.bounds()).map_err(named::request)?;
+    // What no turn could be answered with is refused at once; any prompt of text will do.
+    let any = u32::from(engine.bounds().image_token == Some(0));
+    params.check(&[any], engine.bounds()).map_err(named::request)?;
     let interrupt = Interrupt::new()?;
     let turns = Vec::new();
     let mut talk = Talk { args, engine: &engine, template, params, effort, turns, interrupt };

@@ -18,15 +18,18 @@ const FIXED: &str = "free some memory, or choose another --device";
 
 /// `generate`: room is made for its own requests.
 pub const GENERATE: Knobs = Knobs {
-    settings: &[],
+    settings: &["draft"],
     advice: "lower --max-tokens or --n, give a shorter prompt, or choose another --device",
 };
 /// `chat`.
-pub const CHAT: Knobs = Knobs { settings: &[], advice: FIXED };
+pub const CHAT: Knobs = Knobs { settings: &["draft"], advice: FIXED };
 /// `eval`.
 pub const EVAL: Knobs = Knobs { settings: &["keep_tokens"], advice: FIXED };
-/// `serve`, `batch` and `plan`.
-pub const ENGINE: Knobs = Knobs {
+/// `serve` and `batch`.
+pub const ENGINE: Knobs =
+    Knobs { settings: &["kv_tokens", "max_seqs", "max_batch_tokens", "draft"], ..PLAN };
+/// `plan`.
+pub const PLAN: Knobs = Knobs {
     settings: &["kv_tokens", "max_seqs", "max_batch_tokens"],
     advice: "lower --kv-tokens, --max-seqs or --max-batch-tokens",
 };
@@ -36,7 +39,8 @@ fn option(name: &str) -> String {
     match name {
         "stop_tokens" => "--stop-token-ids".into(),
         "allowed_tokens" => "--allowed-token-ids".into(),
-        "prompt" => "--token-ids".into(),
+        // Which comes as text, or as ids.
+        "prompt" => name.into(),
         name => format!("--{}", name.replace('_', "-")),
     }
 }
@@ -55,7 +59,9 @@ pub fn setting(error: &EngineError, knobs: &Knobs) -> Failure {
     Failure::Usage(match error {
         // Read from an option's text.
         EngineError::Setting { name, .. } => renamed(&message, name),
-        EngineError::DraftLength { .. } | EngineError::TooFewPositions { .. } => {
+        EngineError::DraftLength { .. } | EngineError::TooFewPositions { .. }
+            if knobs.settings.contains(&"draft") =>
+        {
             format!("--draft: {message}")
         }
         error => match error.setting().filter(|name| knobs.settings.contains(name)) {
@@ -110,7 +116,7 @@ mod tests {
             ("eval", EVAL),
             ("serve", ENGINE),
             ("batch", ENGINE),
-            ("plan", ENGINE),
+            ("plan", PLAN),
         ] {
             let found = cli.find_subcommand(command).expect("a command");
             let mut longs = found.get_arguments().filter_map(|argument| argument.get_long());
@@ -132,6 +138,7 @@ mod tests {
         assert_eq!(usage(setting(&error, &EVAL)), "kv_tokens is 9; it must be at most 8");
         let error = EngineError::DraftLength { wanted: 9, block: 5 };
         assert!(usage(setting(&error, &CHAT)).starts_with("--draft: cannot draft 9 tokens"));
+        assert!(usage(setting(&error, &EVAL)).starts_with("cannot draft 9 tokens"));
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub fn run(args: &Plan) -> Outcome {
         device: args.device,
         ..d
     };
-    let knobs = &named::ENGINE;
+    let knobs = &named::PLAN;
     let plan = MemoryPlan::new(&checkpoint, &config).map_err(|e| named::setting(&e, knobs))?;
     let (verdict, gpu) = match (args.device.resolve(), available) {
         (DeviceChoice::Cuda(_), Some(bytes)) => (plan.check_gpu(bytes), Some(bytes)),

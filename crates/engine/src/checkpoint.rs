@@ -199,13 +199,18 @@ impl Checkpoint {
     /// Tensors that the configuration needs and no file has, in the order of the layers. Those of
     /// images are not needed.
     pub fn missing(&self) -> Vec<String> {
-        let rows = &self.config.text_config.engram_num_embeddings;
+        let text = &self.config.text_config;
+        // Only names count: a file need not say how many rows its tables have.
+        let rows = vec![0; text.engram_layer_ids.len()];
+        let of_images =
+            |name: &str| Part::of(name).0 == Part::Vision || name.ends_with(".gate.bias_vl");
         let mut missing = Vec::new();
-        for spec in layout::tensors(&self.config, rows) {
-            let of_images =
-                Part::of(&spec.name).0 == Part::Vision || spec.name.ends_with(".gate.bias_vl");
+        for spec in layout::tensors(&self.config, &rows) {
+            if of_images(&spec.name) {
+                continue;
+            }
             let Some(tensor) = self.tensors.get(&spec.name) else {
-                missing.extend((!of_images).then_some(spec.name));
+                missing.push(spec.name);
                 continue;
             };
             let scale = scale_name(&spec.name);

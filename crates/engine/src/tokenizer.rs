@@ -98,7 +98,7 @@ impl Tokenizer {
     pub fn from_bytes(json: impl AsRef<[u8]>) -> Result<Self> {
         let json = json.as_ref();
         let parse = |error: tokenizers::Error| TokenizerError::Parse { message: error.to_string() };
-        let spells = Kind::check(json)?;
+        let mut spells = Kind::check(json)?;
         let mut plain = read(json)?;
         plain.with_truncation(None).map_err(parse)?;
         plain.with_padding(None);
@@ -116,14 +116,18 @@ impl Tokenizer {
         }
         let mut spellings: Vec<Option<String>> = vec![None; size];
         for (token, id) in plain.get_vocab(false) {
-            spellings[id as usize] = Some(token);
+            // Tokens of two spellings need not spell their text.
+            spells &= spellings[id as usize].replace(token).is_none();
         }
+        let alphabet = byte_alphabet();
         let mut special = vec![false; size];
         let mut added = HashMap::new();
         let mut by_first: HashMap<char, Vec<(String, u32)>> = HashMap::new();
         for (id, token) in added_tokens {
             let Some(first) = token.content.chars().next() else { continue };
-            spellings[id as usize] = Some(token.content.clone());
+            let other = spellings[id as usize].replace(token.content.clone());
+            spells &= other.is_none_or(|other| other == token.content);
+            spells &= token_text(&token.content, &alphabet) == token.content.as_bytes();
             special[id as usize] = token.special;
             added.insert(token.content.clone(), id);
             by_first.entry(first).or_default().push((token.content, id));
@@ -133,7 +137,6 @@ impl Tokenizer {
         }
         plain.with_added_vocabulary(AddedVocabulary::new());
 
-        let alphabet = byte_alphabet();
         for (&character, &byte) in &alphabet {
             let token = character.to_string();
             if plain.get_model().token_to_id(&token).is_none() {
@@ -214,16 +217,9 @@ impl Tokenizer {
         if !self.spells || text.len() < count {
             return false;
         }
-        self.pieces.get_or_init(|| self.all_pieces()).are_at_least(count, text.as_bytes())
-    }
-
-    /// Of all spellings: in an odd file, several have one id.
-    fn all_pieces(&self) -> Pieces {
-        let alphabet = byte_alphabet();
-        let plain = self.plain.get_vocab(false);
-        let tokens: Vec<Vec<u8>> = plain.keys().map(|token| token_text(token, &alphabet)).collect();
-        let added = self.added.keys().map(String::as_bytes);
-        Pieces::new(tokens.iter().map(Vec::as_slice).chain(added))
+        let ids = 0..self.vocab_size() as u32;
+        let pieces = self.pieces.get_or_init(|| Pieces::new(ids.map(|id| self.token_bytes(id))));
+        pieces.are_at_least(count, text.as_bytes())
     }
 
     fn find_specials(&self, text: &str) -> Vec<Range<usize>> {
@@ -329,7 +325,8 @@ struct ModelKind {
 fn spells(normalizer: &Value, pre_tokenizer: &Value) -> bool {
     let keeps = |step: &&Value| match step["type"].as_str() {
         Some("Split") => step["behavior"].as_str().is_some_and(|behavior| behavior != "Removed"),
-        kind => matches!(kind, Some("ByteLevel" | "Digits")),
+        Some("ByteLevel") => step["add_prefix_space"] == false,
+        kind => kind == Some("Digits"),
     };
     let steps = steps(pre_tokenizer);
     let to_bytes = steps.iter().filter(|step| step["type"] == "ByteLevel").count();

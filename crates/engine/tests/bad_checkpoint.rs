@@ -88,6 +88,20 @@ fn missing_files() {
     assert!(!missing.contains(&format!("{query}.weight")));
     assert!(!missing.iter().any(|name| name.contains("vision") || name.contains("bias_vl")));
 
+    // A configuration need not say how many rows its tables have.
+    let text = std::fs::read_to_string(testdata("tiny-a/config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    assert!(config["text_config"]["engram_num_embeddings"].take().is_array());
+    let files =
+        [("config.json", config.to_string().into_bytes()), ("model.safetensors", shard(&[]))];
+    let unsaid = open(folder(&files).path()).unwrap();
+    assert_eq!(unsaid.missing(), single(shard(&[])).unwrap().missing());
+
+    // Images are never needed, whatever their tensors are stored as.
+    let image = "vision.encoder.patch_embed.weight";
+    let checkpoint = single(shard(&[(image, "F8_E4M3", &[1], 1)])).unwrap();
+    assert!(!checkpoint.missing().iter().any(|name| name.contains("vision")));
+
     let checkpoint = single(shard(&[])).unwrap();
     assert!(!checkpoint.has_tokenizer());
     let error = refused(checkpoint.tokenizer_json(), &["tokenizer.json"]);

@@ -97,9 +97,15 @@ impl Engine {
     /// Token ids of a text; special tokens that it spells stay text.
     fn encode(&self, text: &str, bos: bool) -> PyResult<Vec<u32>> {
         let tokenizer = self.tokenizer()?;
-        check_text(tokenizer, text, self.engine.bounds().max_tokens).map_err(value_error)?;
         let ids = if bos { chat::plain_prompt(tokenizer, text) } else { tokenizer.encode(text) };
         ids.map_err(value_error)
+    }
+
+    /// Token ids of a prompt. One that is certain not to fit is refused, before it takes long.
+    fn encode_prompt(&self, text: &str) -> PyResult<Vec<u32>> {
+        check_text(self.tokenizer()?, text, self.engine.bounds().max_tokens)
+            .map_err(value_error)?;
+        self.encode(text, true)
     }
 
     /// Token ids of a conversation, for the assistant's next turn, and whether that begins with

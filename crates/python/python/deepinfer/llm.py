@@ -113,7 +113,7 @@ class LLM:
         )
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         ids = [
-            self._engine.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
+            self._engine.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
             for prompt in given
         ]
         return self._run(texts, ids, sampling_params, so_args, use_tqdm, thinks=False)
