@@ -77,14 +77,20 @@ proptest! {
     }
 }
 
+fn tiny_file() -> serde_json::Value {
+    let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Whether the tokenizer of this file says anything of a text before it encodes it.
+fn says(file: &serde_json::Value) -> bool {
+    let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(file).unwrap()).unwrap();
+    tokenizer.has_at_least(1, "some text")
+}
+
 #[test]
 fn nothing_is_said_of_texts_that_are_changed_before_they_are_encoded() {
-    let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
-    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let says = |file: &serde_json::Value| {
-        let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(file).unwrap()).unwrap();
-        tokenizer.has_at_least(1, "some text")
-    };
+    let file = tiny_file();
     assert!(says(&file));
     let mut composed = file.clone();
     composed["normalizer"] = serde_json::json!({"type": "NFC"});
@@ -103,12 +109,7 @@ fn nothing_is_said_of_texts_that_are_changed_before_they_are_encoded() {
 /// Nobody writes such files; what is said of texts must hold all the same.
 #[test]
 fn nothing_is_said_where_a_token_has_two_spellings() {
-    let text = std::fs::read_to_string(testdata("tiny-a/tokenizer.json")).unwrap();
-    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let says = |file: &serde_json::Value| {
-        let tokenizer = Tokenizer::from_bytes(serde_json::to_vec(file).unwrap()).unwrap();
-        tokenizer.has_at_least(1, "some text")
-    };
+    let file = tiny_file();
     let mut aliased = file.clone();
     let vocab = aliased["model"]["vocab"].as_object_mut().unwrap();
     let long = vocab["Ġrepresenting"].clone();
