@@ -4,13 +4,15 @@
 //! cargo bench -p deepinfer --bench fairness -- MODEL_DIR [PROMPT_TOKENS, default 100000]
 //! ```
 //! Prints, for a prompt that is read beside two running requests: the time to the first token of
-//! newcomers of 100 tokens; how much of their rate the running requests keep, compared with the
-//! same tokens of the same requests alone; and the prompt's time. What it is compared with is the
-//! mean of a measurement before and one after, since the speed of a machine drifts.
+//! newcomers of 100 tokens; how much of their rate the running requests keep; and the prompt's time.
+//! What these are compared with, the same tokens of the same requests alone and the same prompt
+//! alone, is the mean of a measurement before and one after, and how far apart the two were is
+//! printed: the speed of a machine drifts. So rates are also compared with the steps of the same
+//! seconds that only decoded.
 
 use deepinfer::checkpoint::Source;
 use deepinfer::engine::{DraftMode, Engine, EngineConfig, PrefixCache};
-use deepinfer::metrics::Histogram;
+use deepinfer::metrics::{Histogram, Metrics};
 use deepinfer::request::{Event, Request, RequestHandle, SamplingParams};
 use std::time::{Duration, Instant};
 
@@ -53,6 +55,51 @@ struct Runners {
     handles: [RequestHandle; 2],
     tokens: usize,
     start: Instant,
+}
+
+/// Steps so far, and their seconds.
+#[derive(Clone, Copy)]
+struct Steps {
+    count: f64,
+    seconds: f64,
+}
+
+impl Steps {
+    fn of(histogram: &Histogram) -> Self {
+        let count = histogram.counts().iter().sum::<u64>() as f64;
+        Self { count, seconds: histogram.sum() }
+    }
+
+    fn since(self, earlier: Self) -> Self {
+        Self { count: self.count - earlier.count, seconds: self.seconds - earlier.seconds }
+    }
+}
+
+/// A moment of the running requests: seconds since their start, tokens so far; steps that only
+/// decoded, and steps that read prompts.
+#[derive(Clone, Copy)]
+struct Moment {
+    time: f64,
+    tokens: f64,
+    decode: Steps,
+    prefill: Steps,
+}
+
+impl Moment {
+    fn now(runners: &mut Runners, metrics: &Metrics) -> Self {
+        let (decode, prefill) =
+            (Steps::of(&metrics.decode_steps), Steps::of(&metrics.prefill_steps));
+        let (time, tokens) = runners.now();
+        Self { time, tokens, decode, prefill }
+    }
+
+    /// What part of their rate the running requests kept since `earlier`, if every step took as long
+    /// as those that only decoded in the same time.
+    fn share(&self, earlier: &Self) -> f64 {
+        let decode = self.decode.since(earlier.decode);
+        let steps = decode.count + self.prefill.since(earlier.prefill).count;
+        steps * decode.seconds / decode.count / (self.time - earlier.time)
+    }
 }
 
 impl Runners {
@@ -136,16 +183,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let undisturbed = Undisturbed::measure(&engine, 1.5 * before)?;
     let mut runners = Runners::start(&engine)?;
     let metrics = engine.metrics();
-    let steps = |histogram: &Histogram| (histogram.counts().iter().sum::<u64>(), histogram.sum());
-    let counts = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
-    let mut last = runners.now();
+    let first = Moment::now(&mut runners, metrics);
+    let mut last = first;
     let start = Instant::now();
     let long = engine.submit(request(len, 4, 1))?;
     let reader = std::thread::spawn(move || first_token(&long, start));
     let (mut windows, mut newcomers) = (Vec::new(), Vec::new());
     loop {
         std::thread::sleep(Duration::from_secs_f64(WINDOW));
-        let now = runners.now();
+        let now = Moment::now(&mut runners, metrics);
         if reader.is_finished() {
             break;
         }
@@ -155,7 +201,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let newcomer = engine.submit(request(100, 5 + newcomers.len() as u32, 4))?;
         newcomers.push(first_token(&newcomer, arrival));
     }
-    let now = [steps(&metrics.decode_steps), steps(&metrics.prefill_steps)];
+    let end = Moment::now(&mut runners, metrics);
     let beside = reader.join().map_err(|_| "the reader of the prompt's answer failed")?;
     if windows.is_empty() {
         return Err("the prompt is too short to measure rates beside it".into());
@@ -173,29 +219,29 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "newcomers of 100 tokens: {worst:.3} s at worst, {:.2}% of the prompt",
         100.0 * worst / alone
     );
-    let mut shares = Vec::new();
-    for (from, to) in windows {
-        let alone = undisturbed.iter().map(|u| u.seconds(from.1, to.1));
-        let alone = alone.sum::<Result<f64, _>>()? / undisturbed.len() as f64;
-        shares.push(100.0 * alone / (to.0 - from.0));
+    let (mut rates, mut steps, mut drift) = (Vec::new(), Vec::new(), 0.0f64);
+    for (from, to) in &windows {
+        let [before, after] = &undisturbed;
+        let before = before.seconds(from.tokens, to.tokens)?;
+        let after = after.seconds(from.tokens, to.tokens)?;
+        drift = drift.max((before / after - 1.0).abs());
+        rates.push((before + after) / 2.0 / (to.time - from.time));
+        steps.push(to.share(from));
     }
-    shares.sort_by(f64::total_cmp);
-    println!(
-        "running requests keep {:.1}% of their rate at worst, {:.1}% at the median, over {} times \
-         of {WINDOW} s",
-        shares[0],
-        shares[shares.len() / 2],
-        shares.len()
-    );
+    println!("running requests, over {} times of {WINDOW} s, keep of their rate", windows.len());
+    for (name, mut shares) in [("alone", rates), ("in steps that only decode", steps)] {
+        shares.sort_by(f64::total_cmp);
+        let (worst, median) = (100.0 * shares[0], 100.0 * shares[shares.len() / 2]);
+        println!("    {name}: {worst:.1}% at worst, {median:.1}% at the median");
+    }
+    println!("    alone, before and after: up to {:.0}% apart", 100.0 * drift);
     println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
-    for (name, before, after) in
-        [("only decoded", counts[0], now[0]), ("read prompts", counts[1], now[1])]
-    {
-        let (count, seconds) = (after.0 - before.0, after.1 - before.1);
-        println!(
-            "{count} steps that {name}: {seconds:.2} s, {:.2} ms each",
-            1e3 * seconds / count as f64
-        );
+    for (name, steps) in [
+        ("only decoded", end.decode.since(first.decode)),
+        ("read prompts", end.prefill.since(first.prefill)),
+    ] {
+        let Steps { count, seconds } = steps;
+        println!("{count} steps that {name}: {seconds:.2} s, {:.2} ms each", 1e3 * seconds / count);
     }
     Ok(())
 }
