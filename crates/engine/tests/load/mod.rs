@@ -25,10 +25,12 @@ pub fn workload(seed: u64, count: usize, longest: usize) -> Vec<Request> {
         let own = random_tokens(seed + 5000 + i as u64, len - common);
         let prompt = [&shared[..common], &own].concat();
         let mut params = request.params.clone();
-        params.max_tokens = Some(match random.below(6) {
+        let most = match random.below(6) {
             0 => 150 + random.below(150),
             _ => 1 + random.below(40),
-        });
+        };
+        params.max_tokens = Some(most);
+        params.min_tokens = params.min_tokens.min(most);
         *request = Request::tokens(prompt, params);
     }
     requests
