@@ -10,6 +10,8 @@ use deepinfer_device::{Device, Element};
 pub struct Snapshot {
     /// Tokens that had been run.
     pub position: u32,
+    /// Earliest position at which an entry of the prefix cache can be cut; 0 elsewhere.
+    pub lowest: usize,
     /// Rings and pending rows.
     pub slot: Vec<u8>,
     /// Pages, in the order of the page table.

@@ -34,6 +34,17 @@ impl Entry {
         std::iter::once(first).chain(pages.iter().map(Vec::as_slice))
     }
 
+    /// A state with the `lowest` of its description.
+    fn described(self, description: &Description) -> Self {
+        match (self, description.lowest) {
+            (Entry::State(state), Some(lowest)) if state.lowest != lowest => {
+                let state = Arc::unwrap_or_clone(state);
+                Entry::State(Arc::new(Snapshot { lowest, ..state }))
+            }
+            (entry, _) => entry,
+        }
+    }
+
     fn bytes(&self) -> usize {
         self.parts().map(<[u8]>::len).sum()
     }
@@ -104,6 +115,19 @@ impl Tiers {
         self.expected.entry(description.key).or_default().push_back(description);
     }
 
+    /// Whether an entry has been announced and not been taken in yet.
+    pub fn expects(&self, key: &Key) -> bool {
+        self.expected.contains_key(key)
+    }
+
+    /// The entry that [`Tiers::put`] would take in: a state says where it can be cut, as announced.
+    pub fn described(&self, key: &Key, entry: Entry) -> Entry {
+        match self.expected.get(key).and_then(VecDeque::front) {
+            Some(description) => entry.described(description),
+            None => entry,
+        }
+    }
+
     /// Takes in an entry that was announced. Returns the keys of entries that no tier holds any
     /// more, for [`PrefixIndex::forget`]: those that made room; this one, if it is not kept.
     pub fn put(&mut self, key: Key, entry: Entry) -> Vec<Key> {
@@ -113,6 +137,7 @@ impl Tiers {
             self.expected.remove(&key);
         }
         let Some(description) = description else { return self.gone(vec![key]) };
+        let entry = entry.described(&description);
         let mut dropped = Vec::new();
         if let Some(disk) = &mut self.disk {
             dropped.extend(disk.put(description, entry.clone()));

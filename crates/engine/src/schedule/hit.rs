@@ -17,13 +17,16 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Takes an entry in. Returns false if it has another size or fewer open pages than it must.
+    /// Takes an entry in. Returns false if it has another size or fewer open pages than it must, or
+    /// cannot be cut where the hit ends: the file may be that of another process, which keeps the
+    /// state of the same text with less of what lies before.
     fn take(&mut self, key: Key, entry: Entry, sizes: (usize, usize), open: usize) -> bool {
         let (slot, page) = sizes;
         match entry {
             Entry::Page(bytes) if bytes.len() == page => self.pages.push((key, bytes)),
             Entry::State(state)
-                if state.slot.len() == slot
+                if state.lowest <= self.hit.cut
+                    && state.slot.len() == slot
                     && state.pages.len() >= open
                     && state.pages.iter().all(|p| p.len() == page) =>
             {
@@ -59,8 +62,9 @@ impl Scheduler {
 
     /// Takes in an entry that the device has saved for the lower tiers.
     pub(super) fn take_stored(&mut self, key: Key, entry: Entry) {
+        let entry = self.tiers.described(&key, entry);
+        let gone = self.tiers.put(key, entry.clone());
         self.hand_over(&key, Some(&entry));
-        let gone = self.tiers.put(key, entry);
         self.forget(&gone);
     }
 
@@ -72,8 +76,12 @@ impl Scheduler {
     }
 
     /// Hands an entry to the sequences that wait for it; they need not wait for one that is not to
-    /// be had.
+    /// be had. While another save of it is on its way, they wait for that: the index knows the last
+    /// one.
     fn hand_over(&mut self, key: &Key, entry: Option<&Entry>) {
+        if self.tiers.expects(key) {
+            return;
+        }
         for sequence in self.sequences.values_mut() {
             if sequence.stored.coming.remove(key)
                 && let Some(entry) = entry
@@ -173,8 +181,9 @@ impl Scheduler {
                     let own = hit.open == Some(hit.state);
                     let mut state = state.clone();
                     if !own && !state.pages.is_empty() {
-                        let (position, slot) = (state.position, state.slot.clone());
-                        state = Arc::new(Snapshot { position, slot, pages: Vec::new() });
+                        let Snapshot { position, lowest, ref slot, .. } = *state;
+                        let (slot, pages) = (slot.clone(), Vec::new());
+                        state = Arc::new(Snapshot { position, lowest, slot, pages });
                     }
                     let to = open.filter(|_| own).into_iter().collect();
                     self.ops.push(Op::LoadState { state, slot, pages: to });
@@ -188,5 +197,78 @@ impl Scheduler {
         }
         self.ops.extend(loads);
         pages
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::pages::Pools;
+    use crate::cache::prefix::{Description, PrefixIndex};
+    use crate::cache::tiers::Tiers;
+    use std::path::Path;
+
+    /// A process puts the state of a text of nine tokens, of which it says that it can be cut from
+    /// `lowest` on. Returns the description.
+    fn put(folder: &Path, lowest: usize) -> Description {
+        let mut tiers = tiers(folder);
+        let (mut index, mut pools) = (PrefixIndex::new(16, 1, b"model"), Pools::new(1, 1));
+        let page = pools.pages.take().expect("room");
+        let inserted = index.insert(None, &[1; 9], &[page], Some(lowest), &mut pools);
+        let description = inserted.snapshot.expect("room").description;
+        tiers.expect(description.clone());
+        let state = Snapshot { position: 9, slot: vec![0; 8], pages: vec![vec![0; 4]], lowest: 0 };
+        assert!(tiers.put(description.key, Entry::State(Arc::new(state))).is_empty());
+        tiers.flush();
+        description
+    }
+
+    fn tiers(folder: &Path) -> Tiers {
+        Tiers::disk(1 << 10, folder, 1 << 20, b"model").expect("opens")
+    }
+
+    /// Two processes share a directory, and the second one's state reaches less far back.
+    #[test]
+    fn a_state_is_not_cut_before_its_own_lowest() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let known = put(folder.path(), 4);
+        let mut index = PrefixIndex::new(16, 1, b"model");
+        assert!(index.restore(&known));
+        let mut take = |cut: usize| {
+            let hit = index.lookup(None, &[1; 9], cut).hit.expect("the index knows it");
+            assert_eq!(hit.cut, cut);
+            let mut tiers = tiers(folder.path());
+            assert!(matches!(tiers.get(&known.key), Stored::Coming));
+            tiers.flush();
+            let (key, entry) = tiers.loaded().entries.remove(0);
+            let mut found = Found { hit, pages: Vec::new(), state: None };
+            found.take(key, entry.expect("is there"), (8, 4), 1)
+        };
+        assert!(take(5), "as it was put");
+        assert_eq!(put(folder.path(), 9).key, known.key);
+        // The index still believes that it can be cut from the fourth token on.
+        assert!(!take(5), "the file is the other process's now");
+        assert!(!take(8));
+    }
+
+    /// Two states of one text are on their way: who waits gets the one that the index knows.
+    #[test]
+    fn a_state_that_was_announced_says_where_it_can_be_cut() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let known = put(folder.path(), 4);
+        let mut tiers = Tiers::host(1 << 10);
+        for lowest in [9, 4] {
+            tiers.expect(Description { lowest: Some(lowest), ..known.clone() });
+        }
+        for lowest in [9, 4] {
+            assert!(tiers.expects(&known.key));
+            let entry = Entry::State(Arc::default());
+            let entry = tiers.described(&known.key, entry);
+            assert!(matches!(&entry, Entry::State(state) if state.lowest == lowest));
+            assert!(tiers.put(known.key, entry).is_empty());
+        }
+        assert!(!tiers.expects(&known.key));
+        let Stored::Here(Entry::State(state)) = tiers.get(&known.key) else { panic!("is there") };
+        assert_eq!(state.lowest, 4);
     }
 }

@@ -182,7 +182,7 @@ impl Simulation {
             Op::SaveState { name, slot, pages } => {
                 let pages = pages.iter().map(|&p| bytes(&self.pages[p as usize])).collect();
                 let slot = self.rings[slot as usize].to_bytes();
-                done.states.push((name, Snapshot { position: 0, slot, pages }));
+                done.states.push((name, Snapshot { slot, pages, ..Snapshot::default() }));
             }
             Op::SavePage { key, page } => {
                 done.pages.push((key, bytes(&self.pages[page as usize])));

@@ -248,7 +248,7 @@ mod tests {
     }
 
     fn state() -> Snapshot {
-        Snapshot { position: 7, slot: vec![1, 2, 3], pages: vec![vec![4; 5]] }
+        Snapshot { position: 7, lowest: 6, slot: vec![1, 2, 3], pages: vec![vec![4; 5]] }
     }
 
     #[test]

@@ -109,9 +109,9 @@ pub(super) fn decode(identity: &str, key: &Key, file: &[u8]) -> Option<Entry> {
     let first = parts.next()?;
     Some(match header.lowest {
         None => Entry::Page(Arc::new(first)),
-        Some(_) => {
+        Some(lowest) => {
             let (position, pages) = (header.position, parts.collect());
-            Entry::State(Arc::new(Snapshot { position, slot: first, pages }))
+            Entry::State(Arc::new(Snapshot { position, lowest, slot: first, pages }))
         }
     })
 }
