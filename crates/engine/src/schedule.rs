@@ -68,8 +68,9 @@ impl Scheduler {
     /// A scheduler without requests.
     pub fn new(shape: Shape, tiers: Tiers, metrics: Arc<Metrics>) -> Self {
         let prefix = shape.prefix_cache.then(|| {
-            let mut index =
+            let index =
                 PrefixIndex::new(shape.page_tokens, shape.device_snapshots, &shape.identity);
+            let mut index = index.with_tiers(tiers.enabled());
             tiers.restore(&mut index);
             index
         });

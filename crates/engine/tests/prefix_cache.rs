@@ -171,3 +171,35 @@ fn files_may_vanish_at_any_time() {
     engine.clear_prefix_cache();
     assert_eq!(engine.held(), Some(Default::default()));
 }
+
+/// Many texts with one beginning go through a directory that holds a few of them: those are found
+/// after a restart, as their beginning is still there.
+#[test]
+fn a_shared_beginning_outlives_its_tails_on_disk() {
+    let request = |tail: u64| {
+        let tokens = [random_tokens(1, 257), random_tokens(100 + tail, 12)].concat();
+        let params = SamplingParams { max_tokens: Some(1), ..SamplingParams::default() };
+        Request::tokens(tokens, params)
+    };
+    let size = |folder: &Path| -> u64 {
+        let files = std::fs::read_dir(folder).expect("is there").flatten();
+        files.filter_map(|file| Some(file.metadata().ok()?.len())).sum()
+    };
+    let serve = |config: &EngineConfig, tails: std::ops::Range<u64>| -> Vec<usize> {
+        let engine = engine(config);
+        let cached = |tail| {
+            let done = engine.generate(vec![request(tail)], |_| {}).remove(0);
+            done.expect("served").usage.cached_tokens
+        };
+        tails.map(cached).collect()
+    };
+    let once = tempfile::tempdir().expect("a directory");
+    serve(&disk(once.path()), 0..1);
+    let folder = tempfile::tempdir().expect("a directory");
+    let config = EngineConfig { disk_cache_bytes: 8 * size(once.path()), ..disk(folder.path()) };
+    serve(&config, 0..50);
+    assert!(size(folder.path()) <= config.disk_cache_bytes);
+    assert!(size(folder.path()) > config.disk_cache_bytes / 2, "it was full");
+    let cached = serve(&config, 45..50);
+    assert!(cached.iter().all(|&cached| cached >= 256), "{cached:?}");
+}

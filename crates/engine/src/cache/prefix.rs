@@ -88,8 +88,11 @@ pub struct Lookup {
 /// What an insertion added, for the lower tiers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
-    /// Pages that are new to the index.
+    /// Pages for the lower tiers, from the first on: those that are new to the index; and, where
+    /// there are lower tiers, all that these do not hold (any more).
     pub pages: Vec<(Description, u32)>,
+    /// Keys of what the lower tiers hold already, the text's beginning last.
+    pub stored: Vec<Key>,
     /// The new snapshot: to be copied into `slot`.
     pub snapshot: Option<NewSnapshot>,
 }
@@ -134,6 +137,8 @@ pub struct PrefixIndex {
     snapshots_by_use: BTreeSet<SnapshotRank>,
     /// Roots that may have nothing left under them.
     bare_roots: Vec<NodeId>,
+    /// Whether there are lower tiers.
+    tiers: bool,
     clock: u64,
 }
 
@@ -152,8 +157,15 @@ impl PrefixIndex {
             pages_by_use: BTreeSet::new(),
             snapshots_by_use: BTreeSet::new(),
             bare_roots: Vec::new(),
+            tiers: false,
             clock: 0,
         }
+    }
+
+    /// Says whether there are lower tiers, which want what they do not hold.
+    pub fn with_tiers(mut self, tiers: bool) -> Self {
+        self.tiers = tiers;
+        self
     }
 
     /// Looks for the longest prefix of `tokens` that can be taken over, at most `longest` tokens,

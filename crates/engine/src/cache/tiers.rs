@@ -6,6 +6,7 @@
 
 mod disk;
 mod host;
+mod order;
 
 use super::Snapshot;
 use super::prefix::{Description, Key, PrefixIndex};
@@ -146,6 +147,18 @@ impl Tiers {
             dropped.extend(host.put(key, entry));
         }
         self.gone(dropped)
+    }
+
+    /// Marks entries as used, in that order: what was used last makes room last.
+    pub fn touch(&mut self, keys: &[Key]) {
+        for key in keys {
+            if let Some(host) = &mut self.host {
+                host.get(key);
+            }
+            if let Some(disk) = &mut self.disk {
+                disk.touch(key);
+            }
+        }
     }
 
     /// Those of `keys` that are in no tier, and on their way to none.

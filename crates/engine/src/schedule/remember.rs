@@ -38,6 +38,7 @@ impl Scheduler {
         let lowest = (lowest <= end).then_some(lowest);
         let added = prefix.insert(salt, tokens, &place.pages, lowest, &mut self.pools);
         let keep = self.tiers.enabled();
+        self.tiers.touch(&added.stored);
         if let Some(snapshot) = added.snapshot {
             let (key, slot) = (snapshot.description.key, snapshot.slot);
             self.ops.push(Op::CopySlot { from: place.slot, to: slot });
@@ -48,7 +49,8 @@ impl Scheduler {
                 self.ops.push(Op::SaveState { name: SaveName::Prefix(key), slot, pages });
             }
         }
-        for (description, page) in added.pages.into_iter().filter(|_| keep) {
+        // The beginning last: tiers that run out of room drop what hangs on it first.
+        for (description, page) in added.pages.into_iter().rev().filter(|_| keep) {
             let key = description.key;
             self.tiers.expect(description);
             prefix.set_stored(&key);

@@ -30,19 +30,24 @@ impl PrefixIndex {
             };
             self.touch(id);
             let node = self.node(id);
-            if node.page.is_none() {
-                let (key, stored) = (node.key, node.stored);
+            let (key, stored, held) = (node.key, node.stored, node.page);
+            if held.is_none() {
                 self.set_page(id, page, pools);
-                if !stored {
+            }
+            match stored {
+                true => inserted.stored.push(key),
+                false if held.is_none() || self.tiers => {
                     let tokens = text.into();
                     let description = Description { key, parent, tokens, lowest: None, at_root };
-                    inserted.pages.push((description, page));
+                    inserted.pages.push((description, held.unwrap_or(page)));
                 }
+                false => {}
             }
         }
         if let Some(lowest) = lowest {
-            inserted.snapshot = self.add_snapshot(id, tokens, pages, lowest, pools);
+            self.add_snapshot(id, tokens, pages, lowest, pools, &mut inserted);
         }
+        inserted.stored.reverse();
         self.bare_roots.push(root);
         self.remove_bare_roots();
         inserted
@@ -55,14 +60,16 @@ impl PrefixIndex {
         pages: &[u32],
         lowest: usize,
         pools: &mut Pools,
-    ) -> Option<NewSnapshot> {
+        inserted: &mut Inserted,
+    ) {
         let node = self.node(id);
         let (end, parent) = (node.end, node.key);
         let tail: Arc<[u32]> = tokens[end..].into();
         if let Some(known) = node.snapshots.get(&tail) {
-            if known.slot.is_some() && known.lowest <= lowest {
-                self.touch_snapshot(id, &tail);
-                return None;
+            let kept = known.stored || !self.tiers;
+            if known.slot.is_some() && known.lowest <= lowest && kept {
+                inserted.stored.extend(known.stored.then_some(known.key));
+                return self.touch_snapshot(id, &tail);
             }
             self.drop_from_device(id, &tail, pools);
         }
@@ -70,9 +77,9 @@ impl PrefixIndex {
             self.evict_snapshot(pools);
         }
         if self.snapshots_by_use.len() >= self.most_snapshots {
-            return None;
+            return;
         }
-        let slot = pools.slots.take()?;
+        let Some(slot) = pools.slots.take() else { return };
         let open = (!tail.is_empty()).then(|| pages[end / self.page_tokens]);
         if let Some(open) = open {
             pools.pages.retain_cached(open);
@@ -86,7 +93,7 @@ impl PrefixIndex {
         self.node_mut(id).snapshots.insert(tail.clone(), snapshot);
         let description =
             Description { key, parent, tokens: tail, lowest: Some(lowest), at_root: end == 0 };
-        Some(NewSnapshot { description, slot, open })
+        inserted.snapshot = Some(NewSnapshot { description, slot, open });
     }
 
     /// Enters an entry that a lower tier holds. Returns false if its parent is not known (yet), or

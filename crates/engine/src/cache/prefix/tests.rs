@@ -85,6 +85,36 @@ fn evicted_entries_survive_only_where_they_are_stored() {
     assert_eq!(index.known(), 0, "not even the root is left");
 }
 
+/// What the lower tiers have lost is handed to them again, though it is on the device.
+#[test]
+fn lower_tiers_are_offered_what_they_do_not_hold() {
+    for tiers in [true, false] {
+        let (mut index, mut pools) = (index(4).with_tiers(tiers), Pools::new(16, 8));
+        let inserted = visit(&mut index, &mut pools, &text(9), 2);
+        assert!(inserted.stored.is_empty());
+        let pages: Vec<Description> = inserted.pages.iter().map(|(p, _)| p.clone()).collect();
+        let state = inserted.snapshot.expect("room").description;
+        let keys = [state.key, pages[1].key, pages[0].key];
+        keys.iter().for_each(|key| index.set_stored(key));
+        let again = visit(&mut index, &mut pools, &text(9), 2);
+        assert_eq!((again.pages.len(), again.snapshot), (0, None));
+        assert_eq!(again.stored, keys, "the beginning last");
+
+        index.forget(&pages[0].key, &mut pools);
+        index.forget(&state.key, &mut pools);
+        assert_eq!(index.on_device(), (2, 1));
+        let again = visit(&mut index, &mut pools, &text(9), 2);
+        assert_eq!(again.stored, [pages[1].key]);
+        let offered: Vec<Description> = again.pages.iter().map(|(p, _)| p.clone()).collect();
+        assert_eq!(offered, if tiers { vec![pages[0].clone()] } else { vec![] });
+        assert_eq!(again.snapshot.map(|s| s.description), tiers.then_some(state));
+        assert_eq!(index.on_device(), (2, 1));
+        check(&index);
+        index.clear(&mut pools);
+        assert_eq!((pools.pages.used(), pools.slots.used()), (0, 0));
+    }
+}
+
 #[test]
 fn entries_are_restored_from_their_descriptions() {
     let (mut index, mut pools) = (index(4), Pools::new(8, 8));
@@ -185,8 +215,9 @@ proptest! {
     fn counts_return_to_zero(
         ops in proptest::collection::vec(
             (0u8..5, proptest::collection::vec(0u32..2, 1..20), 0usize..4), 0..60),
+        tiers in any::<bool>(),
     ) {
-        let (mut index, mut pools) = (index(3), Pools::new(12, 6));
+        let (mut index, mut pools) = (index(3).with_tiers(tiers), Pools::new(12, 6));
         let mut entered: Vec<Vec<u32>> = Vec::new();
         let mut running: Vec<Vec<u32>> = Vec::new();
         for (op, text, slack) in ops {

@@ -6,10 +6,11 @@
 mod file;
 
 use super::Entry;
+use super::order::Order;
 use crate::cache::prefix::{Description, Key, PrefixIndex};
 use file::{DIGEST, decode, head, hex, is_left_over, partial, read_header, write_file};
 use sha2::{Digest, Sha256};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -33,9 +34,9 @@ pub struct Disk {
     identity: String,
     limit: u64,
     bytes: u64,
-    /// Sizes of this identity's files, and their order of arrival.
+    /// Sizes of this identity's files, and the order in which they were written or used.
     files: HashMap<Key, u64>,
-    order: VecDeque<Key>,
+    order: Order,
     found: Vec<Description>,
     /// Entries that are being read.
     reading: HashSet<Key>,
@@ -60,7 +61,7 @@ impl Disk {
             limit,
             bytes: 0,
             files: HashMap::new(),
-            order: VecDeque::new(),
+            order: Order::default(),
             found: Vec::new(),
             reading: HashSet::new(),
             loaded,
@@ -95,9 +96,10 @@ impl Disk {
             }
         }
         files.sort_by_key(|(time, ..)| *time);
-        for (_, size, description) in files {
-            self.note(description.key, size);
-            self.found.push(description);
+        let sizes: HashMap<Key, u64> = files.iter().map(|(_, size, d)| (d.key, *size)).collect();
+        self.found = files.into_iter().map(|(.., description)| description).collect();
+        for key in beginnings_last(&self.found) {
+            self.note(key, sizes[&key]);
         }
         Ok(())
     }
@@ -115,15 +117,20 @@ impl Disk {
     }
 
     fn note(&mut self, key: Key, size: u64) {
-        match self.files.insert(key, size) {
-            Some(old) => self.bytes -= old,
-            None => self.order.push_back(key),
-        }
+        self.bytes -= self.files.insert(key, size).unwrap_or(0);
         self.bytes += size;
+        self.order.put_last(key);
     }
 
-    /// Takes an entry in; a thread writes it. Returns what is not here any more: the oldest ones
-    /// make room.
+    /// Marks an entry as used.
+    pub fn touch(&mut self, key: &Key) {
+        if self.files.contains_key(key) {
+            self.order.put_last(*key);
+        }
+    }
+
+    /// Takes an entry in; a thread writes it. Returns what is not here any more: those that
+    /// were used least recently make room.
     pub fn put(&mut self, description: Description, entry: Entry) -> Vec<Key> {
         let key = description.key;
         let Some(head) = head(&self.identity, &description, &entry) else { return vec![key] };
@@ -131,7 +138,7 @@ impl Disk {
         self.note(key, (head.len() + entry.bytes() + DIGEST) as u64);
         self.send(Message::Write(self.path(&key), head, entry));
         while self.bytes > self.limit {
-            let Some(oldest) = self.order.pop_front() else { break };
+            let Some(oldest) = self.order.pop_first() else { break };
             self.bytes -= self.files.remove(&oldest).unwrap_or(0);
             self.send(Message::Remove(self.path(&oldest)));
             dropped.push(oldest);
@@ -160,7 +167,7 @@ impl Disk {
             self.reading.remove(key);
             if entry.is_none() {
                 self.bytes -= self.files.remove(key).unwrap_or(0);
-                self.order.retain(|k| k != key);
+                self.order.remove(key);
                 self.send(Message::Remove(self.path(key)));
             }
         }
@@ -192,6 +199,26 @@ impl Drop for Disk {
             let _ = thread.join();
         }
     }
+}
+
+/// Keys of entries from the oldest to the newest, but each after what hangs on it: that is of no use
+/// without it, and whoever used that used it, too.
+fn beginnings_last(by_age: &[Description]) -> Vec<Key> {
+    let parents: HashMap<Key, Key> = by_age.iter().map(|d| (d.key, d.parent)).collect();
+    let (mut newest_first, mut placed) = (Vec::new(), HashSet::new());
+    for description in by_age.iter().rev() {
+        let at = newest_first.len();
+        let mut key = description.key;
+        while let Some(&parent) = parents.get(&key)
+            && placed.insert(key)
+        {
+            newest_first.push(key);
+            key = parent;
+        }
+        newest_first[at..].reverse();
+    }
+    newest_first.reverse();
+    newest_first
 }
 
 fn work_on_files(identity: &str, messages: &Receiver<Message>, loaded: &Sender<Loaded>) {
@@ -296,6 +323,56 @@ mod tests {
         assert_eq!(sizes, disk.bytes);
         let files = fs::read_dir(dir.path()).expect("is there").count();
         assert_eq!(files, disk.files.len());
+    }
+
+    /// A beginning is used by everyone: it leaves after what hangs on it, and is there again when it
+    /// was written anew.
+    #[test]
+    fn a_shared_beginning_stays_on_disk() {
+        let page = |key: u8, parent: u8| {
+            let tokens = [1, 2, 3].as_slice().into();
+            Description {
+                key: [key; 16],
+                parent: [parent; 16],
+                tokens,
+                lowest: None,
+                at_root: false,
+            }
+        };
+        let entry = || Entry::Page(Arc::new(vec![5; 200]));
+        for written_again in [false, true] {
+            let dir = tempfile::tempdir().expect("a directory");
+            let mut disk = Disk::open(dir.path(), 3000, b"me").expect("opens");
+            disk.put(page(1, 0), entry());
+            for tail in 2..52 {
+                match written_again {
+                    true => assert!(!disk.put(page(1, 0), entry()).contains(&[1; 16])),
+                    false => disk.touch(&[1; 16]),
+                }
+                assert!(!disk.put(page(tail, 1), entry()).contains(&[1; 16]));
+            }
+            assert!(disk.bytes <= 3000 && disk.files.len() > 3);
+            drop(disk);
+            // After a restart, too: its file is the oldest if it was not written again.
+            let mut disk = Disk::open(dir.path(), 3000, b"me").expect("opens");
+            let held = disk.files.len();
+            let mut dropped = Vec::new();
+            while dropped.len() < held {
+                dropped.extend(disk.put(page(100 + dropped.len() as u8, 9), entry()));
+            }
+            assert_eq!(dropped[held - 1], [1; 16], "{dropped:?}");
+        }
+    }
+
+    #[test]
+    fn the_newest_tail_keeps_its_beginning_longest() {
+        let entry =
+            |key: u8, parent: u8| Description { parent: [parent; 16], ..description(key, None) };
+        // 1 - 2 - 3 and 1 - 4 - 5, of which 3 was written last; 6 and 7 are on their own.
+        let by_age = [(6, 0), (1, 0), (2, 1), (4, 1), (5, 4), (7, 9), (3, 2)];
+        let by_age: Vec<Description> = by_age.map(|(key, parent)| entry(key, parent)).into();
+        let keys: Vec<u8> = beginnings_last(&by_age).iter().map(|key| key[0]).collect();
+        assert_eq!(keys, [6, 5, 4, 7, 3, 2, 1]);
     }
 
     #[test]
