@@ -1,7 +1,11 @@
 //! Conversations and tool calls in JSON, as OpenAI's chat format writes them.
 
+mod calls;
+
+pub use calls::tool_calls;
+
 use deepinfer::chat::{self, InputMessage, ToolCall, ToolDefinition};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::Value;
 
 /// A message.
@@ -159,60 +163,9 @@ pub fn tools(list: Vec<Tool>) -> Vec<ToolDefinition> {
         .collect()
 }
 
-/// A tool call that a model wrote.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Made {
-    /// Name of the tool.
-    pub name: String,
-    /// Its arguments.
-    pub arguments: serde_json::Map<String, Value>,
-}
-
-/// Reads the tool calls at the end of an answer (V4.1's DSML, with or without its special token).
-/// Returns the text before them; `None` if there are none, or they are not well formed.
-pub fn tool_calls(answer: &str) -> Option<(&str, Vec<Made>)> {
-    const INVOKE: &str = "invoke name=\"";
-    const PARAMETER: &str = "parameter name=\"";
-    let first = answer.find(INVOKE)?;
-    let start = answer[..first].rfind("calls>")?;
-    let before = answer[..start].rfind('<')?;
-    let mut calls = Vec::new();
-    for block in answer[first..].split(INVOKE).skip(1) {
-        let (name, rest) = block.split_once("\">")?;
-        let mut arguments = serde_json::Map::new();
-        for parameter in rest.split(PARAMETER).skip(1) {
-            let (key, rest) = parameter.split_once('"')?;
-            let (kind, rest) = rest.strip_prefix(" string=\"")?.split_once("\">")?;
-            let end = rest.find("</")?;
-            let value = match kind {
-                "true" => Value::String(rest[..end].to_owned()),
-                _ => serde_json::from_str(&rest[..end]).ok()?,
-            };
-            arguments.insert(key.to_owned(), value);
-        }
-        calls.push(Made { name: name.to_owned(), arguments });
-    }
-    Some((answer[..before].trim_end(), calls))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tool_calls_are_read_back() {
-        let text = "Well.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"set_timer\">\n\
-                    <｜DSML｜ parameter name=\"minutes\" string=\"false\">74</｜DSML｜ parameter>\n\
-                    <｜DSML｜ parameter name=\"label\" string=\"true\">tea</｜DSML｜ parameter>\n\
-                    </｜DSML｜ invoke>\n</｜DSML｜ calls>";
-        let (before, calls) = tool_calls(text).expect("a call");
-        assert_eq!(before, "Well.");
-        assert_eq!(calls.len(), 1);
-        assert_eq!(calls[0].name, "set_timer");
-        assert_eq!(calls[0].arguments["minutes"], 74);
-        assert_eq!(calls[0].arguments["label"], "tea");
-        assert_eq!(tool_calls("no calls here"), None);
-    }
 
     #[test]
     fn tools_are_strict_where_they_say_so() {

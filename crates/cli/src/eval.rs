@@ -229,6 +229,8 @@ fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32], text: &str) -> bool
         return false;
     }
     let (_, answer) = speech::split(tokenizer, item.thinking, ids, text);
+    // The answer is the end of the text.
+    let start = text.len() - answer.len();
     let answer = answer.trim();
     match item.score {
         Score::None => true,
@@ -239,10 +241,15 @@ fn is_right(tokenizer: &Tokenizer, item: &Item, ids: &[u32], text: &str) -> bool
             expected.is_some() && parse(answer) == expected
         }
         Score::ToolCall => {
-            let expected = serde_json::from_value::<conversation::Made>(item.expected.clone()).ok();
-            let made = conversation::tool_calls(answer);
-            made.is_some_and(|(before, calls)| {
-                before.is_empty() && calls.len() == 1 && calls.first() == expected.as_ref()
+            let made = conversation::tool_calls(tokenizer, ids, text, start);
+            made.is_some_and(|(before, calls)| match calls.as_slice() {
+                [call] if before.trim().is_empty() => {
+                    let arguments: Option<serde_json::Value> =
+                        serde_json::from_str(&call.arguments).ok();
+                    item.expected["name"] == call.name.as_str()
+                        && arguments.as_ref() == item.expected.get("arguments")
+                }
+                _ => false,
             })
         }
     }

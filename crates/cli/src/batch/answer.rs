@@ -60,7 +60,7 @@ pub fn body(kind: &Kind, tokenizer: &Tokenizer, completion: &Completion) -> Valu
         }
         Kind::Chat { thinks, tools, model } => {
             let (message, called) = message(tokenizer, completion, *thinks, *tools);
-            let reason = if called { "tool_calls" } else { reason };
+            let reason = if called && reason == "stop" { "tool_calls" } else { reason };
             let choice = json!({ "index": 0, "message": message, "logprobs": null, "finish_reason": reason });
             json!({
                 "object": "chat.completion",
@@ -80,18 +80,21 @@ fn message(
     thinks: bool,
     tools: bool,
 ) -> (Value, bool) {
-    let (thinking, answer) = speech::split(tokenizer, thinks, &completion.ids(), &completion.text);
+    let (ids, text) = (completion.ids(), &completion.text);
+    let (thinking, answer) = speech::split(tokenizer, thinks, &ids, text);
+    // The answer is the end of the text.
+    let start = text.len() - answer.len();
     let mut message = json!({ "role": "assistant", "content": answer });
     if let Some(thinking) = thinking {
         message["reasoning_content"] = Value::String(thinking);
     }
-    let Some((before, calls)) = tools.then(|| conversation::tool_calls(&answer)).flatten() else {
+    let calls = tools.then(|| conversation::tool_calls(tokenizer, &ids, text, start));
+    let Some((before, calls)) = calls.flatten() else {
         return (message, false);
     };
-    message["content"] = Value::String(before.to_owned());
+    message["content"] = Value::String(before.trim_end().to_owned());
     let calls = calls.into_iter().enumerate().map(|(i, call)| {
-        let arguments = Value::Object(call.arguments).to_string();
-        let function = json!({ "name": call.name, "arguments": arguments });
+        let function = json!({ "name": call.name, "arguments": call.arguments });
         json!({ "id": format!("call_{i}"), "type": "function", "function": function })
     });
     message["tool_calls"] = calls.collect();
@@ -101,6 +104,7 @@ fn message(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use deepinfer::request::Token;
 
     #[test]
     fn lines_are_json_and_known_by_their_beginning() {
@@ -114,5 +118,45 @@ mod tests {
             }
         }
         assert!(!begins(b"{\"custom_id\":"));
+    }
+
+    #[test]
+    fn a_call_that_the_length_cut_is_none() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/tiny-a/tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(std::fs::read(path).expect("it is there"));
+        let tokenizer = tokenizer.expect("it loads");
+        let parameter = |name: &str| {
+            let value = "<p>hi</p></｜DSML｜ parameter>\n";
+            format!("<｜DSML｜ parameter name=\"{name}\" string=\"true\">{value}")
+        };
+        let half =
+            ["\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"f\">\n", &parameter("a")].concat();
+        let whole =
+            [&half, parameter("b").as_str(), "</｜DSML｜ invoke>\n</｜DSML｜ calls>"].concat();
+        let choice = |answer: &str, thinks: bool, reason: FinishReason| {
+            let start = if thinks { "so 23 + 58</think>" } else { "" };
+            let text = [start, answer].concat();
+            let ids = tokenizer.encode_scanning_specials(&text).expect("it encodes");
+            let tokens = ids.into_iter().map(|id| Token { id, logprobs: None }).collect();
+            let reason = Some(reason);
+            let completion = Completion { tokens, text, reason, ..Completion::default() };
+            let kind = Kind::Chat { thinks, tools: true, model: String::new() };
+            body(&kind, &tokenizer, &completion)["choices"][0].clone()
+        };
+        for thinks in [false, true] {
+            for (reason, told) in
+                [(FinishReason::Stop, "tool_calls"), (FinishReason::Length, "length")]
+            {
+                let choice = choice(&whole, thinks, reason);
+                let (message, told) = (&choice["message"], json!(told));
+                let arguments = &message["tool_calls"][0]["function"]["arguments"];
+                assert_eq!(arguments, r#"{"a":"<p>hi</p>","b":"<p>hi</p>"}"#);
+                assert_eq!((&message["content"], &choice["finish_reason"]), (&json!(""), &told));
+            }
+            let choice = choice(&half, thinks, FinishReason::Length);
+            assert_eq!(choice["message"].get("tool_calls"), None);
+            assert_eq!(choice["message"]["content"], half);
+            assert_eq!(choice["finish_reason"], "length");
+        }
     }
 }
