@@ -14,7 +14,7 @@ use crate::failure::{Failure, Outcome};
 use crate::{engine, named, open};
 use body::{Job, Kind, Line};
 use deepinfer::chat::ChatTemplate;
-use deepinfer::engine::Engine;
+use deepinfer::engine::{Engine, EngineConfig};
 use deepinfer::request::{Completion, RequestHandle};
 use output::Output;
 use std::collections::VecDeque;
@@ -48,15 +48,25 @@ pub fn run(args: &Batch) -> Outcome {
     if output.failed > 0 {
         tell!("{} requests had failed and are run again", output.failed);
     }
-    let config = engine::many(&args.engine, &args.run)?;
+    let config = config(args)?;
     let engine = engine::start(&args.model, &config, &named::ENGINE)?;
-    let failed = serve(&engine, left, &mut output, config.max_seqs * 2)?;
+    let failed = serve(&engine, left, &mut output, config.max_seqs.saturating_mul(2))?;
     output.finish()?;
     if failed > 0 {
         tell!("{failed} requests failed; their lines say why");
         return Err(Failure::Check);
     }
     Ok(())
+}
+
+/// Settings of the engine. How much waits is bounded by what is submitted at once: a queue that is
+/// full is no reason to refuse a request of a file.
+fn config(args: &Batch) -> Outcome<EngineConfig> {
+    Ok(EngineConfig {
+        max_queued_requests: usize::MAX,
+        max_queued_tokens: usize::MAX,
+        ..engine::many(&args.engine, &args.run)?
+    })
 }
 
 /// Keeps `at_once` requests under way and writes answers as they come. Returns how many failed.
@@ -128,4 +138,25 @@ fn serve(
     }
     bar.finish_and_clear();
     Ok(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    /// More requests, and more tokens of prompts, than a server lets wait.
+    #[test]
+    fn a_long_queue_refuses_nothing() {
+        let Command::Batch(args) = Cli::parse_from(["deepinfer", "batch", "in", "out"]).command
+        else {
+            panic!("another command");
+        };
+        let config = config(&args).expect("settings");
+        assert_eq!(
+            (config.max_queued_requests, config.max_queued_tokens),
+            (usize::MAX, usize::MAX)
+        );
+    }
 }
