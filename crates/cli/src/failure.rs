@@ -12,7 +12,7 @@ pub enum Failure {
     Error(anyhow::Error),
     /// A check failed and has said so on standard output: exit code 1.
     Check,
-    /// Whoever read the output has gone: nothing to say.
+    /// Whoever read standard output has gone: nothing to say.
     Closed,
 }
 

@@ -4,6 +4,7 @@ mod program;
 
 use program::{QUESTION, demo, run, tiny};
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 #[test]
 fn a_batch_goes_on_where_it_ended() {
@@ -150,4 +151,26 @@ fn a_batch_leaves_other_files_alone() {
             assert_eq!(text.matches("error: cannot write the answers").count(), code as usize);
         }
     }
+}
+
+/// A run whose answers nobody reads has not done its work.
+#[cfg(target_os = "linux")]
+#[test]
+fn answers_that_nobody_reads_are_an_error() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let request =
+        r#"{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}"#;
+    std::fs::write(path("in"), request).expect("it writes");
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let done = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
+        .args(["batch", "--model", &tiny(), &path("in"), "/dev/stdout"])
+        .stdout(writer)
+        .stderr(Stdio::piped())
+        .output()
+        .expect("the program starts");
+    let text = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{text}");
+    assert_eq!(text.matches("error: cannot write the answers").count(), 1, "{text}");
 }

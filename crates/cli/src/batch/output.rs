@@ -5,13 +5,17 @@ use crate::failure::{Failure, Outcome};
 use crate::files;
 use anyhow::Context;
 use std::collections::BTreeSet;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 /// The file of answers.
 pub struct Output {
+    /// Locked, if it is a file.
     file: File,
+    /// The file that was there before errors were cut away, locked as well: a run that has opened it
+    /// before it was replaced is refused, too.
+    replaced: Option<File>,
     /// Ids that have an answer.
     pub done: BTreeSet<String>,
     /// How many errors were cut away.
@@ -23,19 +27,28 @@ pub struct Output {
 }
 
 impl Output {
+    fn new(file: File, regular: bool) -> Self {
+        Self { file, replaced: None, done: BTreeSet::new(), failed: 0, cut: 0, regular }
+    }
+
     /// Adds whole lines.
     pub fn write(&mut self, lines: &str) -> Outcome {
-        Ok(self.file.write_all(lines.as_bytes()).context("cannot write the answers")?)
+        written(self.file.write_all(lines.as_bytes()))
     }
 
     /// Returns once all of it is stored.
     pub fn finish(&self) -> Outcome {
         // Pipes and devices store nothing.
         match self.regular {
-            true => Ok(self.file.sync_all().context("cannot write the answers")?),
+            true => written(self.file.sync_all()),
             false => Ok(()),
         }
     }
+}
+
+/// Answers that nobody reads are an error, and no end as any other.
+fn written(result: std::io::Result<()>) -> Outcome {
+    result.context("cannot write the answers").map_err(Failure::Error)
 }
 
 /// What a line says of a request.
@@ -57,17 +70,18 @@ fn read(line: &[u8]) -> Option<Said> {
 
 /// Opens the answers to `input` for appending. Errors of the requests `ids` are cut away, and half a
 /// line at the end. A file of anything else is left as it is, and so are pipes and devices, which
-/// are written to only.
+/// are written to only. A file is locked as long as the answers are open.
 ///
 /// # Errors
-/// If the file cannot be written, is the input, or holds what is no answer of a batch.
+/// If the file cannot be written, is the input, is open for another run's answers, or holds what is
+/// no answer of a batch.
 pub fn open(path: &Path, input: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> {
     let name = path.display();
     let cannot_write = || format!("cannot write {name}");
     let there = std::fs::metadata(path).ok();
     if there.is_some_and(|there| !there.is_file() && !there.is_dir()) {
         let file = OpenOptions::new().write(true).open(path).with_context(cannot_write)?;
-        return Ok(Output { file, done: BTreeSet::new(), failed: 0, cut: 0, regular: false });
+        return Ok(Output::new(file, false));
     }
     if files::are_one(path, input) {
         return Err(Failure::Usage(format!(
@@ -76,9 +90,10 @@ pub fn open(path: &Path, input: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> 
     }
     let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
     let mut file = open.with_context(cannot_write)?;
+    lock(&file, path)?;
     let mut text = Vec::new();
     file.read_to_end(&mut text).with_context(|| format!("cannot read {name}"))?;
-    let mut output = Output { file, done: BTreeSet::new(), failed: 0, cut: 0, regular: true };
+    let mut output = Output::new(file, true);
     let (mut kept, mut answers) = (Vec::new(), 0);
     for (number, line) in text.split_inclusive(|&b| b == b'\n').enumerate() {
         let whole = line.ends_with(b"\n");
@@ -108,8 +123,8 @@ pub fn open(path: &Path, input: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> 
     if output.failed > 0 {
         // Links stay.
         let path = path.canonicalize().with_context(cannot_write)?;
-        replace(&path, &kept)?;
-        output.file = OpenOptions::new().write(true).open(path).with_context(cannot_write)?;
+        let file = replace(&path, &kept)?;
+        output.replaced = Some(std::mem::replace(&mut output.file, file));
     } else if output.cut > 0 {
         output.file.set_len(whole as u64).with_context(cannot_write)?;
     } else if text.last().is_some_and(|&last| last != b'\n') {
@@ -119,8 +134,26 @@ pub fn open(path: &Path, input: &Path, ids: &BTreeSet<&str>) -> Outcome<Output> 
     Ok(output)
 }
 
+/// Keeps other runs from a file of answers: they would write over each other's.
+fn lock(file: &File, path: &Path) -> Outcome {
+    let name = path.display();
+    match file.try_lock() {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(Failure::Usage(format!(
+            "another run writes its answers to {name}; wait until it has ended, or give another \
+             file for the answers"
+        ))),
+        // Not every file system has locks.
+        Err(TryLockError::Error(error)) => {
+            tell!("cannot lock {name} ({error}): do not run another batch with it");
+            Ok(())
+        }
+    }
+}
+
 /// Replaces a file. The old one stays until the new one is whole, in a file of its own beside it.
-fn replace(path: &Path, content: &[u8]) -> Outcome {
+/// Returns the new one, which is locked.
+fn replace(path: &Path, content: &[u8]) -> Outcome<File> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".part");
     let partial = Path::new(&partial);
@@ -135,13 +168,15 @@ fn replace(path: &Path, content: &[u8]) -> Outcome {
         }
         other => other.with_context(|| format!("cannot write {name}"))?,
     };
+    lock(&file, path)?;
     let written = file.write_all(content).and_then(|()| file.sync_all());
     let replaced = written.and_then(|()| std::fs::rename(partial, path));
     if replaced.is_err() {
         // Of no use to anybody, and in the way of the next run.
         let _ = std::fs::remove_file(partial);
     }
-    Ok(replaced.with_context(|| format!("cannot write {name}"))?)
+    replaced.with_context(|| format!("cannot write {name}"))?;
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -224,6 +259,33 @@ mod tests {
         assert_eq!(output.failed, 1);
         assert!(output.done.contains("a") && !output.done.contains("b"));
         assert_eq!(text, [ANSWER, other, "end\n"].concat());
+    }
+
+    /// Also after errors were cut away, when the file is another one, and for who has the old one.
+    #[test]
+    fn a_file_of_answers_is_written_by_one_run() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("out.jsonl");
+        let open = || open(&path, &folder.path().join("in.jsonl"), &BTreeSet::from(["b"]));
+        for (content, failed) in [("", 0), (ANSWER, 0), (&[ANSWER, FAILED].concat(), 1)] {
+            std::fs::write(&path, content).expect("it writes");
+            let old = File::open(&path).expect("it is there");
+            let mut first = open().expect("it opens");
+            assert_eq!(first.failed, failed);
+            match open() {
+                Err(Failure::Usage(message)) => {
+                    assert!(message.contains("another run writes"), "{message}");
+                }
+                _ => panic!("two runs write {content:?}"),
+            }
+            assert!(matches!(old.try_lock(), Err(TryLockError::WouldBlock)));
+            first.write("{}\n").expect("it writes");
+            drop((first, old));
+            let kept = std::fs::read_to_string(&path).expect("it is there");
+            assert_eq!(kept, [content.trim_end_matches(FAILED), "{}\n"].concat());
+            std::fs::write(&path, content).expect("it writes");
+            open().expect("it opens again");
+        }
     }
 
     #[test]
