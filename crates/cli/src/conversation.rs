@@ -5,7 +5,8 @@ mod calls;
 pub use calls::tool_calls;
 
 use deepinfer::chat::{self, InputMessage, ToolCall, ToolDefinition};
-use serde::Deserialize;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 /// A message.
@@ -24,6 +25,34 @@ pub struct Message {
     #[serde(default)]
     #[allow(dead_code, reason = "accepted, without influence on the prompt")]
     name: Option<String>,
+    #[serde(default, rename = "refusal")]
+    _refusal: Nothing,
+    #[serde(default, rename = "annotations")]
+    _annotations: Nothing,
+    #[serde(default, rename = "audio")]
+    _audio: Nothing,
+    #[serde(default, rename = "function_call")]
+    _function_call: Nothing,
+}
+
+/// A field of an answer that is taken, where it holds nothing, so that the answer may be sent back.
+#[derive(Clone, Debug, Default)]
+struct Nothing;
+
+impl<'de> Deserialize<'de> for Nothing {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let empty = match &value {
+            Value::Null | Value::Bool(false) => true,
+            Value::Array(list) => list.is_empty(),
+            Value::String(text) => text.is_empty(),
+            _ => false,
+        };
+        match empty {
+            true => Ok(Self),
+            false => Err(D::Error::custom("only text and tool_calls are supported")),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]

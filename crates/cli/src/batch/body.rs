@@ -7,7 +7,7 @@ use deepinfer::grammar::{GrammarSpec, ToolChoice as CallChoice};
 use deepinfer::request::{Request, SamplingParams, check_text};
 use deepinfer::tokenizer::Tokenizer;
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Number, Value};
 use std::collections::BTreeMap;
 
 /// A line of the input.
@@ -73,7 +73,7 @@ struct Common {
     #[serde(default)]
     logit_bias: BTreeMap<String, f32>,
     #[serde(default)]
-    seed: Option<i64>,
+    seed: Option<Number>,
     #[serde(default)]
     stop: Stop,
     #[serde(default)]
@@ -223,11 +223,28 @@ fn read<T: serde::de::DeserializeOwned>(body: &Value) -> Result<T, String> {
     })
 }
 
+/// Objects whose names are no fields of a request: what is `null` there says something.
+const OPAQUE: &[&str] = &["arguments", "logit_bias", "parameters", "schema"];
+
+/// Fields that are `null` count as absent.
+fn drop_nulls(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            fields.retain(|_, value| !value.is_null());
+            let inner = fields.iter_mut().filter(|(name, _)| !OPAQUE.contains(&name.as_str()));
+            inner.for_each(|(_, value)| drop_nulls(value));
+        }
+        Value::Array(items) => items.iter_mut().for_each(drop_nulls),
+        _ => {}
+    }
+}
+
 impl Line {
     /// Reads a line. What is wrong is said so that it can follow `line 3`.
     pub fn parse(text: &str) -> Result<Self, String> {
         match serde_json::from_str(text) {
-            Ok(value @ Value::Object(_)) => {
+            Ok(mut value @ Value::Object(_)) => {
+                drop_nulls(&mut value);
                 serde_path_to_error::deserialize(value).map_err(|error| {
                     match error.path().to_string().as_str() {
                         "." => format!(": {}", error.inner()),
@@ -380,6 +397,12 @@ fn named(choice: &Value) -> Result<CallChoice, String> {
     Ok(CallChoice::Named(function.name))
 }
 
+/// Negative ones are the same 64 bits.
+fn seed(number: &Number) -> Result<u64, String> {
+    let seed = number.as_u64().or_else(|| number.as_i64().map(|n| n as u64));
+    seed.ok_or_else(|| format!("body.seed: {number} is not a 64-bit integer"))
+}
+
 fn params(c: &Common) -> Result<SamplingParams, String> {
     if c.stream == Some(true) {
         return Err("body.stream is not supported in a batch".into());
@@ -403,7 +426,7 @@ fn params(c: &Common) -> Result<SamplingParams, String> {
         presence_penalty: c.presence_penalty.unwrap_or(d.presence_penalty),
         frequency_penalty: c.frequency_penalty.unwrap_or(d.frequency_penalty),
         logit_bias,
-        seed: c.seed.map(|s| s as u64),
+        seed: c.seed.as_ref().map(seed).transpose()?,
         max_tokens: c.max_tokens,
         stop: match &c.stop {
             Stop::One(text) => vec![text.clone()],
@@ -417,6 +440,8 @@ fn params(c: &Common) -> Result<SamplingParams, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use deepinfer::chat::InputMessage;
+    use serde_json::json;
 
     fn refused(body: &str, own: &[&str]) -> String {
         let text = format!(r#"{{"custom_id":"a","url":"/v1/completions","body":{body}}}"#);
@@ -442,6 +467,101 @@ mod tests {
         ] {
             let reason = read(json).expect_err(json);
             assert!(reason.contains("tool_choice") && reason.contains(wanted), "{reason}");
+        }
+    }
+
+    fn taken<T: serde::de::DeserializeOwned>(body: &str, own: &[&str]) -> (T, Common) {
+        let text = format!(r#"{{"custom_id":"a","url":"/v1/completions","body":{body}}}"#);
+        let line = Line::parse(&text).expect("it is JSON");
+        line.parsed(own).unwrap_or_else(|reason| panic!("{body}: {reason}"))
+    }
+
+    #[test]
+    fn a_seed_is_any_64_bits() {
+        for (text, seed) in [
+            ("18446744073709551615", u64::MAX),
+            ("-1", u64::MAX),
+            ("-9223372036854775808", 1 << 63),
+            ("7", 7),
+        ] {
+            let (_, common): (TextBody, _) =
+                taken(&format!(r#"{{"prompt":"x","seed":{text}}}"#), TEXT);
+            assert_eq!(params(&common).expect("parameters").seed, Some(seed), "{text}");
+        }
+        for text in ["18446744073709551616", "-9223372036854775809", "1.5", r#""7""#] {
+            let reason = refused(&format!(r#"{{"prompt":"x","seed":{text}}}"#), TEXT);
+            assert!(reason.contains("body.seed"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn fields_that_are_null_are_absent() {
+        for name in [COMMON, TEXT, &["suffix"]].concat() {
+            if name != "prompt" {
+                let body = format!(r#"{{"prompt":"x","{name}":null}}"#);
+                let (_, common): (TextBody, _) = taken(&body, TEXT);
+                params(&common).expect(name);
+            }
+        }
+        for name in [COMMON, CHAT, &["audio"]].concat() {
+            if name != "messages" {
+                let body = format!(r#"{{"messages":[],"{name}":null}}"#);
+                taken::<ChatBody>(&body, CHAT);
+            }
+        }
+        let tool = r#"{"type":"function","function":{"name":"f","description":null,"strict":null,
+            "parameters":{"properties":{"a":{"enum":[1,null],"default":null}}}}}"#;
+        let form = r#"{"type":"json_schema","json_schema":{"name":null,"strict":null,
+            "schema":{"const":null}}}"#;
+        let body = format!(r#"{{"messages":[],"tools":[{tool}],"response_format":{form}}}"#);
+        let (body, _): (ChatBody, _) = taken(&body, CHAT);
+        assert_eq!(
+            conversation::tools(body.tools)[0].parameters,
+            json!({"properties": {"a": {"enum": [1, null], "default": null}}})
+        );
+        let Some(Format::JsonSchema { json_schema }) = body.response_format else {
+            panic!("another form");
+        };
+        assert_eq!(json_schema.schema, json!({"const": null}));
+        // What is no field is not dropped.
+        assert!(
+            refused(r#"{"prompt":"x","logit_bias":{"1":null}}"#, TEXT).contains("logit_bias.1")
+        );
+        assert!(refused(r#"{"prompt":"x","stop":["a",null]}"#, TEXT).contains("body.stop"));
+    }
+
+    /// Answers as OpenAI's SDK dumps them.
+    #[test]
+    fn answers_are_sent_back_as_they_came() {
+        let body = json!({"messages": [
+            {"content": "Hello.", "refusal": null, "role": "assistant", "annotations": [],
+             "audio": null, "function_call": null, "tool_calls": null},
+            {"content": null, "refusal": null, "role": "assistant", "annotations": null,
+             "audio": null, "function_call": null, "reasoning_content": null, "tool_calls": [
+                {"id": "call_0", "type": "function",
+                 "function": {"name": "f", "arguments": "{\"a\":null}"}},
+                {"id": null, "name": "g", "arguments": {"a": null}},
+            ]},
+            {"role": "user", "name": null, "content": [{"type": "text", "text": "x"}]},
+        ]});
+        let (body, _): (ChatBody, _) = taken(&body.to_string(), CHAT);
+        let messages = conversation::messages(body.messages).expect("messages");
+        let said = |message: &InputMessage| match message {
+            InputMessage::Assistant { content, tool_calls, .. } => {
+                let calls = tool_calls.iter().flatten().map(|call| call.arguments.clone());
+                (content.clone(), calls.collect::<Vec<_>>())
+            }
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(said(&messages[0]), ("Hello.".into(), vec![]));
+        let arguments = r#"{"a":null}"#.to_owned();
+        assert_eq!(said(&messages[1]), (String::new(), vec![arguments.clone(), arguments]));
+        for field in [r#""refusal":"no""#, r#""annotations":[{}]"#, r#""function_call":{}"#] {
+            let body = format!(r#"{{"messages":[{{"role":"assistant","content":"x",{field}}}]}}"#);
+            let line = format!(r#"{{"custom_id":"a","url":"x","body":{body}}}"#);
+            let line = Line::parse(&line).expect("it is JSON");
+            let Err(reason) = line.parsed::<ChatBody>(CHAT) else { panic!("{body} was taken") };
+            assert!(reason.contains("body.messages[0]."), "{reason}");
         }
     }
 
