@@ -1,6 +1,6 @@
 //! Figures of a running engine: counters and histograms. Reading them disturbs nothing.
 
-use crate::request::{FinishReason, Usage};
+use crate::request::FinishReason;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -67,6 +67,8 @@ pub struct Metrics {
     pub finished: Counter,
     /// Requests whose caller gave up.
     pub aborted: Counter,
+    /// Requests that ended with an error, those that a full queue refused included.
+    pub failed: Counter,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: Counter,
     /// Of these, tokens whose state came from the prefix cache.
@@ -124,8 +126,15 @@ impl Metrics {
         self.accepted.iter().take(accepted).for_each(|c| c.add(1));
     }
 
-    pub(crate) fn finished(&self, usage: &Usage, reason: FinishReason) {
-        self.output_tokens.add(usage.output_tokens);
+    pub(crate) fn produced(&self) {
+        self.output_tokens.add(1);
+    }
+
+    pub(crate) fn failed(&self) {
+        self.failed.add(1);
+    }
+
+    pub(crate) fn ended(&self, reason: FinishReason) {
         match reason {
             FinishReason::Aborted => self.aborted.add(1),
             _ => self.finished.add(1),

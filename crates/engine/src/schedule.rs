@@ -104,12 +104,14 @@ impl Scheduler {
         let waiting = self.sequences.len() - self.running.len();
         let limit = self.shape.max_queued_requests;
         if waiting >= limit {
+            self.metrics.failed();
             return sequence.fail(RequestError::QueueFull { waiting, limit });
         }
         let forks = leader.filter(|_| !sequence.wants_prompt_logprobs());
         // What shares a prompt that is waiting or being read adds none.
         let (tokens, limit) = (self.waiting_tokens, self.shape.max_queued_tokens);
         if forks.is_none() && tokens > 0 && tokens + sequence.prompt_len > limit {
+            self.metrics.failed();
             return sequence.fail(RequestError::QueueTokensFull { waiting: tokens, limit });
         }
         let id = sequence.id;
@@ -120,20 +122,18 @@ impl Scheduler {
         }
     }
 
-    /// Puts a request in line, once its grammar is there.
+    /// Puts a request in line, once its grammar is there. Its prompt counts from now on.
     fn enqueue(&mut self, id: RequestId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        if !std::mem::replace(&mut sequence.counted, true) {
+            self.waiting_tokens += sequence.prompt_len;
+        }
         match sequence.form.settle() {
             Ok(true) => {
-                self.waiting_tokens += sequence.prompt_len;
                 self.waiting.insert((Reverse(sequence.priority), id));
             }
             Ok(false) => self.compiling.push(id),
-            Err(error) => {
-                if let Some(sequence) = self.remove(id) {
-                    sequence.fail(RequestError::Grammar(error));
-                }
-            }
+            Err(error) => self.fail(id, RequestError::Grammar(error)),
         }
     }
 
@@ -156,15 +156,13 @@ impl Scheduler {
         let led = self.forks.iter().filter(|&(leader, _)| started(leader));
         let led: HashSet<RequestId> = led.flat_map(|(_, ids)| ids).copied().collect();
         let late = |s: &&Sequence| {
-            !s.started && !led.contains(&s.id) && now.duration_since(s.arrival) > limit
+            !s.started && !led.contains(&s.id) && now.duration_since(s.queued) > limit
         };
-        let ids: Vec<RequestId> = self.sequences.values().filter(late).map(|s| s.id).collect();
-        for id in ids {
-            if let Some(sequence) = self.remove(id) {
-                let seconds = now.duration_since(sequence.arrival).as_secs_f64();
-                let limit = limit.as_secs_f64();
-                sequence.fail(RequestError::WaitedTooLong { seconds, limit });
-            }
+        let waited = |s: &Sequence| (s.id, now.duration_since(s.queued).as_secs_f64());
+        let late: Vec<_> = self.sequences.values().filter(late).map(waited).collect();
+        for (id, seconds) in late {
+            let limit = limit.as_secs_f64();
+            self.fail(id, RequestError::WaitedTooLong { seconds, limit });
         }
     }
 
@@ -182,11 +180,7 @@ impl Scheduler {
     /// Fails every request.
     pub fn fail_all(&mut self, error: &RequestError) {
         let ids: Vec<RequestId> = self.sequences.keys().copied().collect();
-        for id in ids {
-            if let Some(sequence) = self.remove(id) {
-                sequence.fail(error.clone());
-            }
-        }
+        ids.into_iter().for_each(|id| self.fail(id, error.clone()));
     }
 
     /// Whether there is nothing to do until a request arrives.
@@ -200,8 +194,16 @@ impl Scheduler {
             self.remember_turn(id);
         }
         if let Some(sequence) = self.remove(id) {
-            self.metrics.finished(&sequence.usage, reason);
+            self.metrics.ended(reason);
             sequence.finish(reason);
+        }
+    }
+
+    /// Ends a request with an error.
+    fn fail(&mut self, id: RequestId, error: RequestError) {
+        if let Some(sequence) = self.remove(id) {
+            self.metrics.failed();
+            sequence.fail(error);
         }
     }
 
@@ -210,7 +212,8 @@ impl Scheduler {
     fn remove(&mut self, id: RequestId) -> Option<Sequence> {
         let mut sequence = self.sequences.remove(&id)?;
         let rank = (Reverse(sequence.priority), id);
-        if self.waiting.remove(&rank) && !sequence.started {
+        self.waiting.remove(&rank);
+        if sequence.counted {
             self.waiting_tokens -= sequence.prompt_len;
         }
         self.running.remove(&rank);

@@ -45,6 +45,10 @@ pub struct Sequence {
     pub stored: StoredPrefix,
     /// When it arrived.
     pub arrival: Instant,
+    /// Since when it waits for its own place: others read its prompt before that.
+    pub queued: Instant,
+    /// Whether its prompt counts among the tokens that wait.
+    pub counted: bool,
     /// Counts for the caller.
     pub usage: Usage,
     /// Whether it has been admitted before.
@@ -217,6 +221,8 @@ impl Sequence {
             swapped: Swapped::No,
             stored: StoredPrefix::default(),
             arrival: arrival.time,
+            queued: arrival.time,
+            counted: false,
             usage: Usage { prompt_tokens: prompt_len, seed, ..Usage::default() },
             started: false,
             confidences: [None, None],
@@ -236,7 +242,9 @@ impl Sequence {
 
     /// Whether log-probabilities of the prompt are still to be computed.
     pub fn wants_prompt_logprobs(&self) -> bool {
-        self.params.prompt_logprobs.is_some() && self.prompt_logprobs.len() + 1 < self.prompt_len
+        self.params.prompt_logprobs.is_some()
+            && !self.prompt_read
+            && self.prompt_logprobs.len() + 1 < self.prompt_len
     }
 
     /// Whether the caller has gone.

@@ -119,6 +119,7 @@ fn settings_that_cannot_work_together_are_refused() {
     assert_eq!(too_small(refused(|c| c.max_batch_tokens = 16)), "max_batch_tokens");
     assert_eq!(too_small(refused(|c| c.max_seqs = 0)), "max_seqs");
     assert_eq!(too_small(refused(|c| c.prefill_chunk = 0)), "prefill_chunk");
+    assert_eq!(too_small(refused(|c| c.max_queued_requests = 0)), "max_queued_requests");
     assert!(matches!(
         refused(|c| c.kv_tokens = 100),
         EngineError::PoolTooSmall { value: 100, least: 128, page_tokens: 128, .. }

@@ -10,7 +10,7 @@ use deepinfer::engine::PrefillMode;
 use deepinfer::metrics::Metrics;
 use deepinfer::output::OutputText;
 use deepinfer::request::{
-    Completion, FinishReason, RequestError, RequestHandle, RequestId, SamplingParams, event_queue,
+    Completion, FinishReason, RequestHandle, RequestId, SamplingParams, event_queue,
 };
 use deepinfer::schedule::{Held, Scheduler};
 use deepinfer::sequence::{Arrival, Form};
@@ -18,7 +18,7 @@ use deepinfer::step::{Inline, StepLoop};
 use proptest::prelude::*;
 use simulation::{END, Simulation, VOCAB, next, shape};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -320,67 +320,4 @@ fn other_samples_do_not_read_the_prompt_again() {
         assert_eq!(metrics.prefill_rows.get(), 60 + 3);
         assert_eq!(metrics.cached_tokens.get(), 3 * 59);
     }
-}
-
-/// A request for four tokens at most, of a prompt of so many.
-fn arrive(scheduler: &mut Scheduler, id: u64, prompt: usize, leader: Option<u64>) -> RequestHandle {
-    let (sink, handle) = event_queue(RequestId(id));
-    scheduler.submit(Arrival {
-        id: RequestId(id),
-        priority: 0,
-        salt: None,
-        params: SamplingParams::default(),
-        prompt: vec![1; prompt],
-        seed: 0,
-        max_len: prompt + 4,
-        form: Form::Free,
-        leader: leader.map(RequestId),
-        text: OutputText::new(None, Vec::new()),
-        sink,
-        time: Instant::now(),
-    });
-    handle
-}
-
-#[test]
-fn a_full_queue_is_told() {
-    let mut shape = shape(4, 1, PrefillMode::Exact, 0);
-    shape.max_queued_requests = 3;
-    let mut scheduler = Scheduler::new(shape, Tiers::default(), Arc::new(Metrics::default()));
-    let handles: Vec<_> = (0..4).map(|id| arrive(&mut scheduler, id, 2, None)).collect();
-    let refused = handles[3].wait();
-    assert_eq!(refused, Err(RequestError::QueueFull { waiting: 3, limit: 3 }));
-    assert!(handles[0].try_recv().is_none());
-}
-
-#[test]
-fn samples_of_a_prompt_count_once_against_the_queued_tokens() {
-    let mut shape = shape(4, 1, PrefillMode::Exact, 0);
-    shape.max_queued_tokens = 3;
-    let mut scheduler = Scheduler::new(shape, Tiers::default(), Arc::new(Metrics::default()));
-    let first = arrive(&mut scheduler, 0, 2, None);
-    let sample = arrive(&mut scheduler, 1, 2, Some(0));
-    let other = arrive(&mut scheduler, 2, 2, None);
-    assert!(first.try_recv().is_none() && sample.try_recv().is_none());
-    assert_eq!(other.wait(), Err(RequestError::QueueTokensFull { waiting: 2, limit: 3 }));
-}
-
-#[test]
-fn samples_do_not_wait_too_long_while_their_prompt_is_read() {
-    let mut shape = shape(40, 2, PrefillMode::Exact, 0);
-    shape.max_wait = Some(Duration::from_secs(5));
-    let worker = Simulation::new(&shape);
-    let scheduler = Scheduler::new(shape, Tiers::default(), Arc::new(Metrics::default()));
-    let mut steps = StepLoop::new(scheduler, Inline::new(worker), false);
-    let read = arrive(&mut steps.scheduler, 0, 40, None);
-    let sample = arrive(&mut steps.scheduler, 1, 40, Some(0));
-    steps.step().expect("a part of the prompt is read");
-    let waits = arrive(&mut steps.scheduler, 2, 40, None);
-    steps.scheduler.sweep(Instant::now() + Duration::from_secs(6));
-    assert!(matches!(waits.wait(), Err(RequestError::WaitedTooLong { .. })));
-    for _ in 0..50 {
-        steps.step().expect("runs");
-    }
-    assert_eq!(read.wait().expect("served").tokens.len(), 4);
-    assert_eq!(sample.wait().expect("served").tokens.len(), 4);
 }

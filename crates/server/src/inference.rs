@@ -64,6 +64,8 @@ pub struct Figures {
     pub finished: u64,
     /// Requests whose caller gave up.
     pub aborted: u64,
+    /// Requests that ended with an error.
+    pub failed: u64,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: u64,
     /// Of these, tokens that came from the prefix cache.

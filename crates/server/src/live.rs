@@ -64,6 +64,7 @@ impl Inference for Live {
             waiting: m.waiting.get(),
             finished: m.finished.get(),
             aborted: m.aborted.get(),
+            failed: m.failed.get(),
             prompt_tokens: m.prompt_tokens.get(),
             cached_tokens: m.cached_tokens.get(),
             prefill_rows: m.prefill_rows.get(),

@@ -198,6 +198,7 @@ impl Text {
         let counters = [
             ("engine_finished_requests_total", "Requests that ended", figures.finished),
             ("engine_aborted_requests_total", "Requests given up", figures.aborted),
+            ("engine_failed_requests_total", "Requests that failed", figures.failed),
             ("engine_prompt_tokens_total", "Prompt tokens admitted", figures.prompt_tokens),
             (
                 "engine_cached_tokens_total",

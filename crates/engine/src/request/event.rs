@@ -276,7 +276,8 @@ impl RequestHandle {
 
     /// The next event, if it comes within `timeout`.
     pub fn recv_timeout(&self, timeout: Duration) -> Option<Event> {
-        let until = Instant::now() + timeout;
+        // A time that no clock reaches is no limit.
+        let Some(until) = Instant::now().checked_add(timeout) else { return self.recv() };
         let mut queue = self.shared.lock();
         loop {
             if let Some(event) = queue.events.pop_front() {
@@ -369,6 +370,14 @@ mod tests {
         let completion = reader.join().expect("reader ends").expect("no error");
         assert_eq!((completion.ids(), completion.text.as_str()), (vec![1, 2], "12"));
         assert_eq!(completion.reason, Some(FinishReason::Stop));
+    }
+
+    #[test]
+    fn any_timeout_is_taken() {
+        let (sink, handle) = event_queue(RequestId(1));
+        assert!(handle.recv_timeout(Duration::ZERO).is_none());
+        sink.send(Event::Finished { reason: FinishReason::Stop, usage: Usage::default() });
+        assert!(handle.recv_timeout(Duration::MAX).is_some());
     }
 
     #[test]

@@ -39,8 +39,10 @@ impl Scheduler {
             };
             if admission == Admission::Placed {
                 self.waiting.remove(&rank);
-                if !sequence.started {
+                if std::mem::take(&mut sequence.counted) {
                     self.waiting_tokens -= sequence.prompt_len;
+                }
+                if !sequence.started {
                     self.metrics.queued_for(sequence.arrival.elapsed());
                     sequence.admitted();
                 }

@@ -42,11 +42,7 @@ impl Scheduler {
                     }
                 }
                 Outcome::Ends(reason) => self.finish(id, reason),
-                Outcome::Fails(error) => {
-                    if let Some(sequence) = self.remove(id) {
-                        sequence.fail(error);
-                    }
-                }
+                Outcome::Fails(error) => self.fail(id, error),
             }
         }
         let (prompt, seconds) = (step.prefill_rows, done.seconds);
@@ -98,6 +94,7 @@ impl Scheduler {
                 let position = sequence.output_len();
                 return Outcome::Fails(RequestError::NothingAllowed { position });
             }
+            self.metrics.produced();
             if let Some(reason) = sequence.push(token, &self.shape.ends) {
                 return Outcome::Ends(reason);
             }

@@ -5,6 +5,7 @@ use crate::request::RequestId;
 use crate::sequence::{Place, Sequence};
 use crate::work::Op;
 use std::cmp::Reverse;
+use std::time::Instant;
 
 impl Scheduler {
     /// Whether other continuations can wait for this request's prompt: it has not been read.
@@ -29,7 +30,7 @@ impl Scheduler {
                 true => {
                     self.running.insert(rank);
                 }
-                false => self.enqueue(id),
+                false => self.wait_in_line(id),
             }
         }
     }
@@ -37,8 +38,16 @@ impl Scheduler {
     /// Nobody reads the prompt for them any more: they wait in line.
     pub(super) fn release_forks(&mut self, leader: RequestId) {
         for id in self.forks.remove(&leader).unwrap_or_default() {
-            self.enqueue(id);
+            self.wait_in_line(id);
         }
+    }
+
+    /// Puts one in line that has waited for another's prompt; its own wait begins now.
+    fn wait_in_line(&mut self, id: RequestId) {
+        if let Some(sequence) = self.sequences.get_mut(&id) {
+            sequence.queued = Instant::now();
+        }
+        self.enqueue(id);
     }
 
     /// Gives `sequence` a place with the state of `leader`: whole pages are shared, the open one and

@@ -44,8 +44,11 @@ impl Scheduler {
         let mut ended = Vec::new();
         let (prompts, most_rows) = self.prompts_now(prompts, decode_rows);
         budget.rows = budget.rows.min(most_rows);
-        for (id, rows) in self.share_rows(&prompts, budget.rows) {
-            if self.plan_chunk(id, rows, drafts, &mut budget, &mut work) {
+        let shares = self.share_rows(&prompts, budget.rows);
+        let mut others = shares.len();
+        for (id, rows) in shares {
+            others -= 1;
+            if self.plan_chunk(id, rows, others, drafts, &mut budget, &mut work) {
                 ended.push(id);
             }
         }
@@ -184,11 +187,13 @@ impl Scheduler {
         shares
     }
 
-    /// The next rows of a prompt. Returns whether they end where a chunk must.
+    /// The next rows of a prompt. Returns whether they end where a chunk must. Each of the `others`
+    /// that are planned after it may need an output for its last row, so these are left.
     fn plan_chunk(
         &mut self,
         id: RequestId,
         rows: usize,
+        others: usize,
         drafts: usize,
         budget: &mut Budget,
         work: &mut Work,
@@ -202,7 +207,7 @@ impl Scheduler {
         let Some(place) = &mut sequence.place else { return false };
         let mut rows = rows.min(budget.rows);
         if logprobs.is_some() {
-            rows = rows.min(budget.outputs);
+            rows = rows.min(budget.outputs.saturating_sub(others));
         }
         if rows == place.target - place.next && budget.outputs == 0 {
             rows -= 1;

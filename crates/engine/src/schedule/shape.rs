@@ -75,6 +75,10 @@ const MOST_SEQS: usize = 1 << 16;
 const MOST_ROWS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 36;
 
+/// Outputs that a step has at least, where it has as many rows: as many rows of a prompt have their
+/// log-probabilities computed at once.
+const LEAST_OUTPUTS: usize = 32;
+
 impl Shape {
     /// Derives and checks all numbers. `identity` names the checkpoint and the device.
     pub fn new(
@@ -108,6 +112,7 @@ impl Shape {
             at_least("keep_tokens", config.keep_tokens, least_keep)?;
         }
         at_least("max_seqs", config.max_seqs, 1)?;
+        at_least("max_queued_requests", config.max_queued_requests, 1)?;
         at_least("prefill_chunk", config.prefill_chunk, 1)?;
         // Every running sequence decodes in every step, and a prompt goes on beside them.
         let least_rows = config.max_seqs * drafts.max(1) + 1;
@@ -150,7 +155,9 @@ impl Shape {
             sequence_pages: geometry.pages_for(max_tokens + slack),
             max_seqs: config.max_seqs,
             rows: config.max_batch_tokens,
-            outputs: (config.max_seqs * (drafts + 1)).min(config.max_batch_tokens),
+            outputs: (config.max_seqs * (drafts + 1))
+                .max(LEAST_OUTPUTS)
+                .min(config.max_batch_tokens),
             chunk: config.prefill_chunk.min(config.max_batch_tokens),
             backtracking,
             context: text.engram_max_ngram_size.saturating_sub(1),

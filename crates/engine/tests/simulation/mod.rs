@@ -7,10 +7,12 @@ use super::random::mix;
 use deepinfer::cache::Snapshot;
 use deepinfer::drafting::{rates, share};
 use deepinfer::engine::PrefillMode;
-use deepinfer::request::Token;
+use deepinfer::request::{Token, TokenLogprobs};
 use deepinfer::schedule::Shape;
 use deepinfer::work::{Done, Op, SequenceDone, Work, Worker};
 use deepinfer_device::DeviceError;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub const PAGE: usize = 4;
 pub const WINDOW: usize = 3;
@@ -141,6 +143,8 @@ pub struct Simulation {
     pages: Vec<Vec<u32>>,
     rings: Vec<Rings>,
     texts: Vec<Option<Text>>,
+    /// Rows of prompts whose log-probabilities were computed.
+    pub logprob_rows: Arc<AtomicUsize>,
     /// Rows run by the decoder, for comparison of prefill modes.
     pub decoder_rows: usize,
 }
@@ -153,6 +157,7 @@ impl Simulation {
             rings: vec![Rings::new(); slots],
             texts: (0..slots).map(|_| None).collect(),
             shape: shape.clone(),
+            logprob_rows: Arc::default(),
             decoder_rows: 0,
         }
     }
@@ -312,6 +317,17 @@ impl Worker for Simulation {
                 if p >= from {
                     self.rings[slot].decoder[p % RING] = fresh[p - from];
                 }
+            }
+            if sequence.prompt_logprobs.is_some() {
+                assert_eq!(plan.outputs, (0..tokens.len() as u32).collect::<Vec<_>>());
+                outputs += tokens.len() - usize::from(sequence.sample);
+                let known = (start + 1..(end + 1).min(text.prompt_len)).map(|p| TokenLogprobs {
+                    token: text.tokens[p],
+                    logprob: -1.0,
+                    top: Vec::new(),
+                });
+                result.prompt_logprobs = known.collect();
+                self.logprob_rows.fetch_add(tokens.len(), Ordering::Relaxed);
             }
             if sequence.sample {
                 let choices = match sequence.follow {
