@@ -61,6 +61,8 @@ pub struct TensorInfo<'a> {
     pub bytes: u64,
     /// Name of its file.
     pub shard: &'a str,
+    /// Its place in that file.
+    pub range: Range<usize>,
     /// Part of the model.
     pub part: Part,
     /// Layer, or draft stage for [`Part::Draft`].
@@ -185,10 +187,16 @@ impl Checkpoint {
                 shape: &tensor.shape,
                 bytes: tensor.range.len() as u64,
                 shard: &self.shards[tensor.shard].name,
+                range: tensor.range.clone(),
                 part,
                 layer,
             }
         })
+    }
+
+    /// The files of tensors: names, and contents that are read when they are touched.
+    pub(crate) fn shards(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.shards.iter().map(|shard| (shard.name.as_str(), &*shard.file))
     }
 
     /// Whether there is a tokenizer beside the tensors.

@@ -6,12 +6,13 @@
 mod config;
 mod error;
 mod generate;
+mod identity;
 mod open;
 
 pub use config::{DraftMode, DraftScheme, EngineConfig, PrefillMode, PrefixCache};
 pub use error::EngineError;
 pub use generate::Progress;
-pub use open::identity;
+pub use identity::identity;
 
 use crate::cache::tiers::Tiers;
 use crate::grammar::{CompileError, Compiler, CompilerLimits, GrammarSpec, GrammarVocabulary};

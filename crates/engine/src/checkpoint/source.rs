@@ -4,6 +4,7 @@ use super::CheckpointError;
 use bytes::Bytes;
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// A folder, or files inside the binary.
 #[derive(Clone, Debug)]
@@ -36,6 +37,14 @@ impl Source {
                 absent_is_none(&path, std::fs::read(&path).map(Bytes::from))
             }
             Source::Embedded(files) => Ok(embedded(files, name)),
+        }
+    }
+
+    /// When a file of a folder was last changed, where the file system tells it.
+    pub(crate) fn modified(&self, name: &str) -> Option<SystemTime> {
+        match self {
+            Source::Directory(folder) => std::fs::metadata(folder.join(name)).ok()?.modified().ok(),
+            Source::Embedded(_) => None,
         }
     }
 

@@ -1,5 +1,6 @@
 //! From a checkpoint to a running engine.
 
+use super::identity::identity;
 use super::{Engine, EngineConfig, EngineError, PrefixCache};
 use crate::cache::tiers::Tiers;
 use crate::checkpoint::{Checkpoint, Source};
@@ -11,8 +12,6 @@ use crate::schedule::Shape;
 use crate::tokenizer::Tokenizer;
 use crate::worker::ModelWorker;
 use deepinfer_device::{Cpu, Cuda, Device, DeviceChoice};
-use sha2::{Digest, Sha256};
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 impl Engine {
@@ -133,25 +132,4 @@ fn costs<D: Device>(
 fn processor() -> Option<String> {
     let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     info.lines().find(|line| line.starts_with("model name")).map(str::to_owned)
-}
-
-/// A name for a checkpoint's content: its configuration, its tokenizer, the headers of its shards
-/// and a sample of their bytes.
-pub fn identity(checkpoint: &Checkpoint, tokenizer: &Tokenizer) -> Result<Vec<u8>, EngineError> {
-    const SAMPLES: usize = 256;
-    const LENGTH: usize = 256;
-    let mut hash = Sha256::new();
-    hash.update(checkpoint.config().to_json());
-    hash.update(tokenizer.digest());
-    let shards: BTreeSet<&str> = checkpoint.tensors().map(|t| t.shard).collect();
-    for shard in shards {
-        let Some(file) = checkpoint.source().map(shard)? else { continue };
-        hash.update(shard);
-        hash.update((file.len() as u64).to_le_bytes());
-        for i in 0..SAMPLES {
-            let at = i * (file.len() / SAMPLES);
-            hash.update(&file[at..(at + LENGTH).min(file.len())]);
-        }
-    }
-    Ok(hash.finalize().to_vec())
 }
