@@ -91,6 +91,10 @@ pub struct Metrics {
     pub swapped: Counter,
     /// Places taken away with the state to be computed again.
     pub recomputed: Counter,
+    /// Entries of the prefix cache that could not be written to disk.
+    pub disk_failed: Counter,
+    /// Entries of the prefix cache that came faster than the disk takes them.
+    pub disk_skipped: Counter,
     /// Seconds of steps that only decode.
     pub decode_steps: Histogram,
     /// Seconds of steps that read prompts.
@@ -114,6 +118,11 @@ impl Metrics {
     pub(crate) fn prefix(&self, prompt: usize, cached: usize) {
         self.prompt_tokens.add(prompt);
         self.cached_tokens.add(cached);
+    }
+
+    pub(crate) fn disk_losses(&self, losses: crate::cache::tiers::Losses) {
+        self.disk_failed.set(losses.failed);
+        self.disk_skipped.set(losses.skipped);
     }
 
     pub(crate) fn preempted(&self, swapped: bool) {

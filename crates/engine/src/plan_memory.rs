@@ -1,9 +1,10 @@
 //! How memory will be used, before anything is loaded.
 
+use crate::cache::tiers::queue_bytes;
 use crate::cache::{Geometry, RowFormats};
 use crate::checkpoint::{Checkpoint, Part};
 use crate::config::TextConfig;
-use crate::engine::{EngineConfig, EngineError};
+use crate::engine::{EngineConfig, EngineError, PrefixCache};
 use crate::schedule::{Shape, geometry};
 use crate::worker::limits;
 use deepinfer_device::cuda::HOST_TABLE;
@@ -154,11 +155,13 @@ impl MemoryPlan {
             slot_pool_bytes,
             page_pool_bytes,
             scratch_bytes,
-            host_cache_bytes: (config.swap_bytes
-                + match config.prefix_cache {
-                    crate::engine::PrefixCache::Off | crate::engine::PrefixCache::Device => 0,
-                    _ => config.host_cache_bytes,
-                }) as u64,
+            host_cache_bytes: config.swap_bytes.saturating_add(match config.prefix_cache {
+                PrefixCache::Off | PrefixCache::Device => 0,
+                PrefixCache::Host => config.host_cache_bytes,
+                PrefixCache::Disk(_) => {
+                    config.host_cache_bytes.saturating_add(queue_bytes(config.host_cache_bytes))
+                }
+            }) as u64,
             allocated_bytes: slot_pool_bytes + page_pool_bytes + scratch_bytes,
         })
     }

@@ -178,3 +178,38 @@ fn the_index_does_not_outgrow_what_it_names() {
     engine.steps.scheduler.clear_prefix_cache();
     assert_eq!(engine.steps.scheduler.known_prefixes(), 0);
 }
+
+/// Pipes stand for files of a directory that hangs: reading one waits for somebody to write.
+#[cfg(unix)]
+#[test]
+fn requests_whose_prefix_does_not_come_hold_nobody_up() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tiers = || Tiers::disk(0, folder.path(), 1 << 20, b"simulation").expect("opens");
+    let mut engine = Engine::new(60, 4, tiers());
+    for first in 1..=4 {
+        engine.run(&text(first, 20), 2, None);
+    }
+    drop(engine);
+    let mut engine = Engine::new(60, 4, tiers());
+    let files = std::fs::read_dir(folder.path()).expect("is there").flatten();
+    let files: Vec<_> = files.map(|file| file.path()).collect();
+    for file in &files {
+        std::fs::remove_file(file).expect("is there");
+        let made = std::process::Command::new("mkfifo").arg(file).status().expect("mkfifo runs");
+        assert!(made.success());
+    }
+    let mut waiting: Vec<_> = (1..=4).map(|i| engine.submit(&text(i, 20), 2, None)).collect();
+    let other = engine.submit(&text(9, 20), 2, None);
+    assert_eq!(engine.finish(other).tokens.len(), 2);
+    assert!(waiting.iter_mut().all(|request| !request.poll()), "theirs are being read");
+    for file in &files {
+        let end = std::fs::File::options().read(true).write(true).open(file).expect("is there");
+        std::fs::remove_file(file).expect("is there");
+        drop(end);
+    }
+    while !waiting.iter_mut().all(Running::poll) {
+        engine.steps.step().expect("the simulation does not fail");
+        std::thread::yield_now();
+    }
+    assert!(waiting.iter().all(|request| request.completion.usage.cached_tokens == 0));
+}

@@ -3,7 +3,7 @@
 use deepinfer::cache::{CacheFormat, Caches};
 use deepinfer::checkpoint::{Checkpoint, Source};
 use deepinfer::config::ModelConfig;
-use deepinfer::engine::{DraftMode, EngineConfig, EngineError};
+use deepinfer::engine::{DraftMode, EngineConfig, EngineError, PrefixCache};
 use deepinfer::plan_memory::{DoesNotFit, MemoryPlan};
 use deepinfer::schedule::{Shape, geometry};
 use deepinfer_device::cpu::Cpu;
@@ -32,6 +32,22 @@ fn the_plan_counts_what_caches_take() {
         assert_eq!(plan.mapped_weights.values().sum::<u64>(), stored);
         assert_eq!(plan.sequences_of(1 << 14), 4);
     }
+}
+
+/// Preempted requests, host memory, and what waits to be written.
+#[test]
+fn the_plan_counts_what_the_prefix_cache_takes_of_the_host() {
+    let checkpoint = checkpoint();
+    let plan = |prefix_cache, host_cache_bytes| {
+        let d = EngineConfig::default();
+        let config = EngineConfig { prefix_cache, host_cache_bytes, swap_bytes: 5, ..d };
+        MemoryPlan::new(&checkpoint, &config).expect("fits together").host_cache_bytes
+    };
+    let disk = || PrefixCache::Disk("prefixes".into());
+    assert_eq!(plan(PrefixCache::Device, 1 << 30), 5);
+    assert_eq!(plan(PrefixCache::Host, 1 << 30), (1 << 30) + 5);
+    assert_eq!(plan(disk(), 1 << 30), (1 << 30) + (1 << 28) + 5);
+    assert_eq!(plan(disk(), 1000), 1000 + (64 << 20) + 5);
 }
 
 #[test]

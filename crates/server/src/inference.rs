@@ -86,6 +86,10 @@ pub struct Figures {
     pub swapped: u64,
     /// Requests that lost their place in memory, to be computed again.
     pub recomputed: u64,
+    /// Entries of the prefix cache that could not be written to disk.
+    pub disk_failed: u64,
+    /// Entries of the prefix cache that came faster than the disk takes them.
+    pub disk_skipped: u64,
     /// Times of steps and queues.
     pub times: Vec<Times>,
 }

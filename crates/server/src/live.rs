@@ -75,6 +75,8 @@ impl Inference for Live {
             accepted: counts(&m.accepted),
             swapped: m.swapped.get(),
             recomputed: m.recomputed.get(),
+            disk_failed: m.disk_failed.get(),
+            disk_skipped: m.disk_skipped.get(),
             times: vec![
                 times("engine_decode_step", "Steps that only decode", &m.decode_steps),
                 times("engine_prefill_step", "Steps that read prompts", &m.prefill_steps),

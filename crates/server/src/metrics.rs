@@ -210,6 +210,16 @@ impl Text {
             ("engine_output_tokens_total", "Tokens produced", figures.output_tokens),
             ("engine_swapped_total", "Requests moved to host memory", figures.swapped),
             ("engine_recomputed_total", "Requests to be computed again", figures.recomputed),
+            (
+                "engine_disk_writes_failed_total",
+                "Entries of the prefix cache that could not be written to disk",
+                figures.disk_failed,
+            ),
+            (
+                "engine_disk_writes_skipped_total",
+                "Entries of the prefix cache that came faster than the disk takes them",
+                figures.disk_skipped,
+            ),
         ];
         for (name, help, value) in counters {
             self.one(name, "counter", help, value);
@@ -248,9 +258,12 @@ mod tests {
         metrics.answer("chat", "stop", &accounts(1));
         metrics.answer("chat", "stop", &accounts(70));
         metrics.answer("chat", "length", &accounts(1_000_000));
-        let text = metrics.text(5, true, &Figures::default());
+        let figures = Figures { disk_failed: 3, disk_skipped: 4, ..Figures::default() };
+        let text = metrics.text(5, true, &figures);
         for line in [
             "deepinfer_open_requests 5",
+            "deepinfer_engine_disk_writes_failed_total 3",
+            "deepinfer_engine_disk_writes_skipped_total 4",
             "deepinfer_answers_total{protocol=\"chat\",outcome=\"stop\"} 2",
             "deepinfer_prompt_tokens_total{protocol=\"chat\"} 9",
             "deepinfer_first_token_seconds_bucket{le=\"0.05\"} 1",

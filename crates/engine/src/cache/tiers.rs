@@ -11,10 +11,18 @@ mod order;
 use super::Snapshot;
 use super::prefix::{Description, Key, PrefixIndex};
 use disk::Disk;
+use disk::Limits;
+pub use disk::Losses;
 use host::Host;
 use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
+
+/// Most bytes of entries that wait to be written to a directory, with `host_bytes` bytes of host
+/// memory: a quarter of that besides it, and 64 MiB at least, as those of a prompt come at once.
+pub fn queue_bytes(host_bytes: usize) -> usize {
+    (host_bytes / 4).max(64 << 20)
+}
 
 /// What an entry holds.
 #[derive(Clone, Debug)]
@@ -56,8 +64,8 @@ impl Entry {
 pub enum Stored {
     /// Here it is.
     Here(Entry),
-    /// It is being read, and [`Tiers::loaded`] will return it; or it was announced, and will be
-    /// taken in.
+    /// It is being read, and [`Tiers::loaded`] will return it, unless [`Tiers::put`] takes it in
+    /// before; or it was announced, and will be taken in.
     Coming,
     /// It is not there.
     Missing,
@@ -87,15 +95,16 @@ impl Tiers {
         Self { host: Some(Host::new(bytes)), ..Self::default() }
     }
 
-    /// Host memory, and a directory (made if need be) for `disk_bytes` bytes. Entries of another
-    /// `identity` are left alone.
+    /// Host memory, and a directory (made if need be) for `disk_bytes` bytes, besides
+    /// [`queue_bytes`] of memory. Entries of another `identity` are left alone.
     pub fn disk(
         host_bytes: usize,
         dir: &Path,
         disk_bytes: u64,
         identity: &[u8],
     ) -> std::io::Result<Self> {
-        let disk = Some(Disk::open(dir, disk_bytes, identity)?);
+        let limits = Limits { files: disk_bytes, queue: queue_bytes(host_bytes) };
+        let disk = Some(Disk::open(dir, limits, identity)?);
         Ok(Self { disk, ..Self::host(host_bytes) })
     }
 
@@ -179,25 +188,25 @@ impl Tiers {
         if let Some(entry) = self.host.as_mut().and_then(|host| host.get(key)) {
             return Stored::Here(entry);
         }
-        match self.disk.as_mut().is_some_and(|disk| disk.request(key)) {
-            true => Stored::Coming,
-            false => Stored::Missing,
-        }
+        self.disk.as_mut().map_or(Stored::Missing, |disk| disk.get(key))
     }
 
     /// What has been read since the last call.
     pub fn loaded(&mut self) -> Loaded {
         let Some(disk) = &mut self.disk else { return Loaded::default() };
-        let entries = disk.loaded();
-        let mut dropped = Vec::new();
+        let (entries, mut dropped) = disk.loaded();
         for (key, entry) in &entries {
-            match (entry, &mut self.host) {
-                (Some(entry), Some(host)) => dropped.extend(host.put(*key, entry.clone())),
-                _ => dropped.push(*key),
+            if let (Some(entry), Some(host)) = (entry, &mut self.host) {
+                dropped.extend(host.put(*key, entry.clone()));
             }
         }
         let gone = self.gone(dropped);
         Loaded { entries, gone }
+    }
+
+    /// Entries that the directory did not take so far.
+    pub fn losses(&self) -> Losses {
+        self.disk.as_ref().map_or(Losses::default(), Disk::losses)
     }
 
     /// Waits until everything taken in is on disk.
@@ -266,6 +275,8 @@ mod tests {
             assert!(tiers.put([key; 16], page()).is_empty());
         }
         assert_eq!(tiers.put([4; 16], page()), [[1; 16]]);
+        tiers.flush();
+        assert!(tiers.loaded().entries.is_empty());
         assert!(matches!(tiers.get(&[2; 16]), Stored::Coming));
         assert!(tiers.put([5; 16], page()).is_empty(), "the second is being read");
         tiers.flush();
@@ -285,6 +296,7 @@ mod tests {
         announce(&mut tiers, 1);
         assert!(tiers.put([1; 16], page()).is_empty());
         tiers.flush();
+        assert!(tiers.loaded().entries.is_empty());
         for file in std::fs::read_dir(folder.path()).expect("is there").flatten() {
             std::fs::remove_file(file.path()).expect("is there");
         }

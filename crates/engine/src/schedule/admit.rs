@@ -26,11 +26,12 @@ enum Admission {
 
 impl Scheduler {
     /// Gives places to waiting requests, first come first served within a priority, while there is
-    /// room. One whose prefix is being read from a disk lets others go first.
+    /// room. One whose prefix is being read from a disk lets others go first, and takes no place
+    /// from them meanwhile; one more than there are places may wait so.
     pub fn admit(&mut self) {
         self.take_loaded();
         let (mut coming, mut after) = (0, Bound::Unbounded);
-        while self.running.len() + coming < self.shape.max_seqs {
+        while self.running.len() < self.shape.max_seqs && coming <= self.shape.max_seqs {
             let Some(&rank) = self.waiting.range((after, Bound::Unbounded)).next() else { return };
             let Some(mut sequence) = self.sequences.remove(&rank.1) else { return };
             let admission = match sequence.in_flight {

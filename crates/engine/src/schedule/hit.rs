@@ -58,6 +58,7 @@ impl Scheduler {
             self.hand_over(key, entry.as_ref());
         }
         self.forget(&loaded.gone);
+        self.metrics.disk_losses(self.tiers.losses());
     }
 
     /// Takes in an entry that the device has saved for the lower tiers.

@@ -32,13 +32,6 @@ impl Order {
             self.by_use.remove(&used);
         }
     }
-
-    /// Takes the first key out.
-    pub fn pop_first(&mut self) -> Option<Key> {
-        let first = self.first()?;
-        self.remove(&first);
-        Some(first)
-    }
 }
 
 #[cfg(test)]
@@ -53,7 +46,12 @@ mod tests {
         order.remove(&[3; 16]);
         order.remove(&[9; 16]);
         assert_eq!(order.first(), Some([2; 16]));
-        let left: Vec<Key> = std::iter::from_fn(|| order.pop_first()).collect();
+        let left = std::iter::from_fn(|| {
+            let first = order.first()?;
+            order.remove(&first);
+            Some(first)
+        });
+        let left: Vec<Key> = left.collect();
         assert_eq!(left, [[2; 16], [4; 16], [1; 16]]);
         assert!(order.used.is_empty() && order.by_use.is_empty());
     }
