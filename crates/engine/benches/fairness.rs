@@ -228,6 +228,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         rates.push((before + after) / 2.0 / (to.time - from.time));
         steps.push(to.share(from));
     }
+    // How fast the machine was beside the prompt, compared with before and after.
+    let speed = rates.iter().sum::<f64>() / steps.iter().sum::<f64>();
     println!("running requests, over {} times of {WINDOW} s, keep of their rate", windows.len());
     for (name, mut shares) in [("alone", rates), ("in steps that only decode", steps)] {
         shares.sort_by(f64::total_cmp);
@@ -235,11 +237,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("    {name}: {worst:.1}% at worst, {median:.1}% at the median");
     }
     println!("    alone, before and after: up to {:.0}% apart", 100.0 * drift);
-    println!("the prompt beside them: {beside:.2} s, {:.2} times alone", beside / alone);
-    for (name, steps) in [
-        ("only decoded", end.decode.since(first.decode)),
-        ("read prompts", end.prefill.since(first.prefill)),
-    ] {
+    println!("beside the prompt, the machine was {speed:.2} times as fast as before and after");
+    let (decode, prefill) = (end.decode.since(first.decode), end.prefill.since(first.prefill));
+    let rows = prefill.seconds - prefill.count * decode.seconds / decode.count;
+    println!(
+        "the prompt beside them: {beside:.2} s, {:.2} times alone, {:.2} at that speed; {rows:.2} s \
+         for rows of prompts",
+        beside / alone,
+        speed * beside / alone
+    );
+    for (name, steps) in [("only decoded", decode), ("read prompts", prefill)] {
         let Steps { count, seconds } = steps;
         println!("{count} steps that {name}: {seconds:.2} s, {:.2} ms each", 1e3 * seconds / count);
     }
