@@ -5,7 +5,7 @@ use crate::failure::{Failure, Outcome};
 use crate::{named, open, text};
 use anyhow::Context;
 use deepinfer::engine::EngineConfig;
-use deepinfer::plan_memory::MemoryPlan;
+use deepinfer::plan_memory::{MemoryPlan, available_memory};
 use deepinfer_device::{Cuda, DeviceChoice};
 
 /// Shows what a model needs of a machine, and fails where it does not fit.
@@ -40,7 +40,8 @@ pub fn run(args: &Plan) -> Outcome {
         (DeviceChoice::Cuda(ordinal), None) => {
             let free = Cuda::open(ordinal).and_then(|device| device.memory());
             let free = free.with_context(|| format!("cannot use {}", args.device))?.0 as u64;
-            (plan.check_gpu(free), Some(free))
+            let host = available_memory().map_or(Ok(()), |available| plan.check_tables(available));
+            (host.and(plan.check_gpu(free)), Some(free))
         }
         (_, Some(bytes)) => (plan.check(bytes), None),
         (_, None) => (plan.check_host(), None),
@@ -58,7 +59,7 @@ pub fn run(args: &Plan) -> Outcome {
             "tokens_that_fill": fills,
         }))?;
     } else {
-        print(&plan, fills)?;
+        print(&plan, gpu.is_some(), fills)?;
     }
     Ok(verdict.map_err(|error| anyhow::anyhow!(error.told(knobs.advice)))?)
 }
@@ -73,10 +74,12 @@ fn memory(size: &str) -> Result<u64, String> {
     }
 }
 
-fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
+/// What the plan says, on a GPU or not; with what its pages would hold, where that is known.
+fn print(plan: &MemoryPlan, gpu: bool, fills: Option<usize>) -> std::io::Result<()> {
     let line = |name: &str, value: String| vec![name.to_owned(), value];
     let bytes = |name: &str, n: u64| line(name, text::bytes(n));
-    let mut rows = vec![line("weights, read in place from the mapped files", String::new())];
+    let weights = if gpu { "weights" } else { "weights, read in place from the mapped files" };
+    let mut rows = vec![line(weights, String::new())];
     let mut total = 0;
     for (part, &n) in &plan.mapped_weights {
         rows.push(bytes(&format!("  {part}"), n));
@@ -102,8 +105,11 @@ fn print(plan: &MemoryPlan, fills: Option<usize>) -> std::io::Result<()> {
         let fit = text::count(plan.sequences_of(tokens) as u64);
         rows.push(line(&format!("sequences of {} tokens", text::count(tokens as u64)), fit));
     }
-    if let Some(tokens) = fills {
+    if gpu {
         rows.push(bytes("weights in the GPU's memory", plan.device_weights));
+        rows.push(bytes("n-gram tables in page-locked host memory", plan.host_tables));
+    }
+    if let Some(tokens) = fills {
         rows.push(line("tokens that the rest of it holds", text::count(tokens as u64)));
     }
     text::table(&rows)

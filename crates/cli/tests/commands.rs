@@ -256,6 +256,10 @@ fn a_plan_that_does_not_fit_fails_with_the_numbers() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("TB needed (") && text.contains("; lower --kv-tokens"), "{text}");
+    let gpu = run(&["plan", "--model", &tiny(), "--memory", "64GB", "--device", "cuda:0"]);
+    let told = String::from_utf8_lossy(&gpu.stdout);
+    assert!(gpu.status.success() && !told.contains("mapped files"), "{told}");
+    assert!(told.contains("n-gram tables in page-locked host memory"), "{told}");
     let fits = run(&["plan", "--model", &tiny(), "--memory", "64GB", "--json"]);
     assert_eq!(json(&fits)["fits"], true);
 }

@@ -1,14 +1,18 @@
 //! How memory will be used, before anything is loaded.
 
+mod available;
+
+pub use available::available_memory;
+
 use crate::cache::tiers::queue_bytes;
 use crate::cache::{Geometry, RowFormats};
-use crate::checkpoint::{Checkpoint, Part};
+use crate::checkpoint::{Checkpoint, Dtype, Part};
 use crate::config::TextConfig;
 use crate::engine::{EngineConfig, EngineError, PrefixCache};
 use crate::schedule::{Shape, geometry};
 use crate::worker::limits;
 use deepinfer_device::cuda::HOST_TABLE;
-use deepinfer_device::{DeviceChoice, RowFormat};
+use deepinfer_device::{DeviceChoice, Format, RowFormat};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -23,6 +27,9 @@ pub struct MemoryPlan {
     pub mapped_weights: BTreeMap<String, u64>,
     /// Weights that a GPU holds: not n-gram tables that stay in host memory, nor the vision tower.
     pub device_weights: u64,
+    /// N-gram tables that a GPU reads from page-locked host memory, with their scales: they are
+    /// copied there, and must be in memory whole. A CPU reads them in place.
+    pub host_tables: u64,
     /// Bytes of a sequence whatever its length: rings and pending rows.
     pub sequence_bytes: u64,
     /// Bytes of a token in the page pool.
@@ -57,6 +64,8 @@ pub struct DoesNotFit {
     pub needed: u64,
     /// Of these, for weights in a device's own memory.
     pub weights: u64,
+    /// Of these, for n-gram tables in page-locked host memory.
+    pub tables: u64,
     /// Of these, for slots.
     pub slots: u64,
     /// Of these, for pages.
@@ -75,6 +84,7 @@ impl DoesNotFit {
     pub fn told(&self, advice: &str) -> String {
         let sum = [
             (self.weights, "weights".to_owned()),
+            (self.tables, "n-gram tables in page-locked host memory".to_owned()),
             (self.slots, "slots of sequences and snapshots".to_owned()),
             (self.pages, format!("pages for {} tokens", self.tokens)),
             (self.scratch, "work space".to_owned()),
@@ -84,9 +94,10 @@ impl DoesNotFit {
             parts.map(|(bytes, name)| format!("{} for {name}", size(*bytes))).collect();
         // Beside what a GPU keeps.
         let beside = if self.weights > 0 { " beside 1 GiB that is left alone" } else { "" };
-        let advice = match self.weights > self.available {
-            true => "the weights alone do not fit",
-            false => advice,
+        let advice = match (self.weights > self.available, self.tables > self.available) {
+            (true, _) => "the weights alone do not fit",
+            (_, true) => "a GPU reads them from there, whatever its own memory",
+            (false, false) => advice,
         };
         format!(
             "{} needed ({}), {} available{beside}; {advice}",
@@ -129,13 +140,14 @@ impl MemoryPlan {
         let formats = config.cache_format.row_formats(exact);
         let (slot, page) = cache_bytes(text, &geometry, &formats);
         let mut mapped_weights = BTreeMap::new();
-        let mut device_weights = 0;
+        let (mut device_weights, mut host_tables) = (0, 0);
+        let tables = host_tables_of(checkpoint);
         for tensor in checkpoint.tensors() {
-            let stays = match tensor.part {
-                Part::EngramTable => tensor.bytes >= HOST_TABLE as u64,
-                part => part == Part::Vision,
-            };
-            device_weights += if stays { 0 } else { tensor.bytes };
+            match tables.get(tensor.name) {
+                Some(bytes) => host_tables += bytes,
+                None if tensor.part == Part::Vision => {}
+                None => device_weights += tensor.bytes,
+            }
             *mapped_weights.entry(part_name(tensor.part)).or_default() += tensor.bytes;
         }
         let slots = shape.max_seqs + shape.device_snapshots;
@@ -145,6 +157,7 @@ impl MemoryPlan {
         Ok(Self {
             mapped_weights,
             device_weights,
+            host_tables,
             sequence_bytes: slot as u64,
             token_bytes: page as f64 / geometry.page_tokens as f64,
             page_tokens: geometry.page_tokens,
@@ -194,12 +207,24 @@ impl MemoryPlan {
         Err(DoesNotFit {
             needed,
             weights,
+            tables: 0,
             slots: self.slot_pool_bytes,
             pages: self.page_pool_bytes,
             tokens: self.pool_tokens,
             scratch: self.scratch_bytes,
             available,
         })
+    }
+
+    /// Checks what a GPU reads from host memory against `available` bytes of that.
+    pub fn check_tables(&self, available: u64) -> Result<(), DoesNotFit> {
+        let needed = self.host_tables;
+        if needed <= available {
+            return Ok(());
+        }
+        let (weights, slots, pages, tokens, scratch) = (0, 0, 0, 0, 0);
+        let tables = needed;
+        Err(DoesNotFit { needed, weights, tables, slots, pages, tokens, scratch, available })
     }
 
     /// Checks the plan against the memory that this machine has available, where it says so.
@@ -276,10 +301,31 @@ fn part_name(part: Part) -> String {
     format!("{part:?}").to_lowercase()
 }
 
-/// Memory that the system could give to this process.
-fn available_memory() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
-    Some(kilobytes * 1024)
+/// Bytes of the tensors that a GPU keeps in page-locked host memory, by name: large n-gram tables in
+/// fp8 with a scale for each row, and these scales.
+fn host_tables_of(checkpoint: &Checkpoint) -> BTreeMap<String, u64> {
+    // The device pads rows to a multiple of so many values.
+    const PADDED: u64 = 64;
+    let mut tables = BTreeMap::new();
+    for tensor in checkpoint.tensors() {
+        let fp8 = tensor.part == Part::EngramTable && tensor.dtype == Dtype::F8_E4M3;
+        let (true, Some(name), &[rows, cols]) =
+            (fp8, tensor.name.strip_suffix(".weight"), tensor.shape)
+        else {
+            continue;
+        };
+        let scales = format!("{name}.scale");
+        let (height, width) = (rows as usize, cols as usize);
+        let by_row = Format::Fp8Row32.scale_shape(height, width);
+        let by_row = by_row.map(|(rows, groups)| [rows as u64, groups as u64]);
+        let bytes = rows.saturating_mul(cols.next_multiple_of(PADDED));
+        if bytes >= HOST_TABLE as u64
+            && let Some(&[rows, groups]) = checkpoint.shape(&scales)
+            && by_row == Some([rows, groups])
+        {
+            tables.insert(tensor.name.to_owned(), bytes);
+            tables.insert(scales, rows * groups);
+        }
+    }
+    tables
 }

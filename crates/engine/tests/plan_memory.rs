@@ -60,6 +60,7 @@ fn what_does_not_fit_is_refused_with_numbers() {
     let mut error = DoesNotFit {
         needed: 42_500_000,
         weights: 0,
+        tables: 0,
         slots: 2_500_000,
         pages: 30_000_000,
         tokens: 65536,
@@ -96,6 +97,55 @@ fn a_gpu_holds_weights_too_and_the_pool_takes_the_rest() {
     let more = plan.tokens_that_fill(free + (plan.token_bytes * 12_800.0) as u64, positions);
     assert_eq!(more, plan.pool_tokens + 12_800);
     assert_eq!(plan.tokens_that_fill(1 << 60, 10_000), 16 * 10_112);
+}
+
+/// A checkpoint with one n-gram table of `rows` rows of 100 values, which takes no room on the disk.
+fn with_table(rows: u64, dtype: &str, groups: u64) -> (tempfile::TempDir, Checkpoint) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = checkpoint().config().to_json();
+    std::fs::write(folder.path().join("config.json"), config).expect("can be written");
+    let (values, scales) = (rows * 100, rows * groups);
+    let header = serde_json::json!({
+        "layers.1.engram.embed.weight":
+            {"dtype": dtype, "shape": [rows, 100], "data_offsets": [0, values]},
+        "layers.1.engram.embed.scale":
+            {"dtype": "F8_E8M0", "shape": [rows, groups], "data_offsets": [values, values + scales]},
+    });
+    let header = header.to_string();
+    let mut head = (header.len() as u64).to_le_bytes().to_vec();
+    head.extend(header.bytes());
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, &head).expect("can be written");
+    let file = std::fs::File::options().write(true).open(&path).expect("is there");
+    file.set_len(head.len() as u64 + values + scales).expect("can be made longer");
+    let checkpoint = Checkpoint::open(Source::directory(folder.path())).expect("opens");
+    (folder, checkpoint)
+}
+
+#[test]
+fn tables_that_a_gpu_reads_from_host_memory_must_fit_there() {
+    let plan = |rows, dtype, groups| {
+        let (_folder, checkpoint) = with_table(rows, dtype, groups);
+        MemoryPlan::new(&checkpoint, &EngineConfig::default()).expect("fits together")
+    };
+    // Rows are padded to 128 values; they have four scales each.
+    let rows = (1 << 30) / 128;
+    let large = plan(rows, "F8_E4M3", 4);
+    assert_eq!((large.host_tables, large.device_weights), (rows * 132, 0));
+    assert_eq!(large.check_tables(rows * 132), Ok(()));
+    let refused = large.check_tables(rows * 132 - 1).expect_err("does not fit");
+    assert_eq!((refused.needed, refused.tables), (rows * 132, rows * 132));
+    let told = refused.told("take less");
+    assert!(told.starts_with("1.11 GB needed (1.11 GB for n-gram tables"), "{told}");
+    assert!(
+        told.ends_with("1.11 GB available; a GPU reads them from there, whatever its own memory")
+    );
+    // Others go to the GPU's own memory.
+    for (rows, dtype, groups) in [(rows - 1, "F8_E4M3", 4), (rows, "I8", 4), (rows, "F8_E4M3", 3)] {
+        let plan = plan(rows, dtype, groups);
+        assert_eq!((plan.host_tables, plan.device_weights), (0, rows * (100 + groups)));
+        assert_eq!(plan.check_tables(0), Ok(()));
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::checkpoint::{Checkpoint, Source};
 use crate::drafting::{CostCurve, StoredCosts};
 use crate::engram::Engram;
 use crate::model::Model;
-use crate::plan_memory::MemoryPlan;
+use crate::plan_memory::{MemoryPlan, available_memory};
 use crate::schedule::Shape;
 use crate::tokenizer::Tokenizer;
 use crate::worker::ModelWorker;
@@ -25,6 +25,7 @@ impl Engine {
         match config.device.resolve() {
             DeviceChoice::Cuda(ordinal) => {
                 let plan = MemoryPlan::new(&checkpoint, config)?;
+                available_memory().map_or(Ok(()), |available| plan.check_tables(available))?;
                 let device = Cuda::open_with(ordinal, progress)?;
                 plan.check_gpu(device.memory()?.0 as u64)?;
                 let info = device.info();
