@@ -49,8 +49,8 @@ impl Scheduler {
                 self.ops.push(Op::SaveState { name: SaveName::Prefix(key), slot, pages });
             }
         }
-        // The beginning last: tiers that run out of room drop what hangs on it first.
-        for (description, page) in added.pages.into_iter().rev().filter(|_| keep) {
+        // The beginning first: a tier that takes no more for now leaves out what hangs on it.
+        for (description, page) in added.pages.into_iter().filter(|_| keep) {
             let key = description.key;
             self.tiers.expect(description);
             prefix.set_stored(&key);
