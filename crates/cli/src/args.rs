@@ -205,6 +205,12 @@ pub struct EngineArgs {
     /// Where prefixes of earlier requests are kept: off, device, host, disk:DIR [default: device]
     #[arg(long, value_name = "WHERE")]
     pub prefix_cache: Option<String>,
+    /// Host memory for them, with host and disk:DIR [default: 1GiB]
+    #[arg(long, value_name = "SIZE")]
+    pub host_cache: Option<String>,
+    /// Most bytes of files in the folder, with disk:DIR [default: 16GiB]
+    #[arg(long, value_name = "SIZE")]
+    pub disk_cache: Option<String>,
     /// How prompts go through the decoder layers: off, exact, compact, mask [default: exact]
     #[arg(long, value_name = "MODE")]
     pub prefill: Option<String>,

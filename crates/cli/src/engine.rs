@@ -1,9 +1,9 @@
 //! The engine as commands use it.
 
 use crate::args::{DraftArgs, EngineArgs, ModelArgs, RunArgs, SamplingArgs, Switch};
-use crate::failure::Outcome;
+use crate::failure::{Failure, Outcome};
 use crate::named::{self, Knobs};
-use crate::open;
+use crate::{open, text};
 use anyhow::Context;
 use deepinfer::engine::{Engine, EngineConfig, EngineError, PrefixCache};
 use deepinfer::request::SamplingParams;
@@ -63,6 +63,11 @@ pub fn single(run: &RunArgs, draft: &DraftArgs, tokens: usize) -> Outcome<Engine
 pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
     let d = EngineConfig::default();
     let number = |n: Option<NonZeroUsize>, default| n.map_or(default, NonZeroUsize::get);
+    let size = |option, size: &Option<String>, default| match size {
+        Some(size) => text::size(option, size).map_err(Failure::Usage),
+        None => Ok(default),
+    };
+    let host = size("--host-cache", &args.host_cache, d.host_cache_bytes as u64)?;
     let max_batch_tokens = number(args.max_batch_tokens, d.max_batch_tokens);
     Ok(EngineConfig {
         max_batch_tokens,
@@ -71,6 +76,8 @@ pub fn many(args: &EngineArgs, run: &RunArgs) -> Outcome<EngineConfig> {
         kv_tokens: number(args.kv_tokens, d.kv_tokens),
         fill_memory: args.kv_tokens.is_none(),
         prefix_cache: args.prefix_cache.as_deref().map_or(Ok(d.prefix_cache), setting)?,
+        host_cache_bytes: usize::try_from(host).unwrap_or(usize::MAX),
+        disk_cache_bytes: size("--disk-cache", &args.disk_cache, d.disk_cache_bytes)?,
         prefill: args.prefill.as_deref().map_or(Ok(d.prefill), setting)?,
         draft: setting(&args.draft.draft)?,
         draft_scheme: setting(&args.draft.draft_scheme)?,
@@ -122,4 +129,27 @@ pub fn sampling(
 pub fn tokenizer(engine: &Engine) -> Outcome<&Tokenizer> {
     let tokenizer = engine.tokenizer().context("the engine has no tokenizer")?;
     Ok(tokenizer.as_ref())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn caches_are_as_large_as_the_options_say() {
+        let sizes = |options: &[&str]| {
+            let line = [&["deepinfer", "batch", "in", "out"], options].concat();
+            let Command::Batch(batch) = Cli::parse_from(line).command else {
+                panic!("it is batch")
+            };
+            let config = many(&batch.engine, &batch.run).expect("sizes");
+            (config.host_cache_bytes, config.disk_cache_bytes)
+        };
+        assert_eq!(sizes(&[]), (1 << 30, 16 << 30));
+        let options = ["--host-cache", "2MiB", "--disk-cache", "300GB"];
+        assert_eq!(sizes(&options), (2 << 20, 300_000_000_000));
+        assert_eq!(sizes(&["--host-cache", "0"]).0, 0);
+    }
 }

@@ -12,7 +12,7 @@ use deepinfer_device::{Cuda, DeviceChoice};
 pub fn run(args: &Plan) -> Outcome {
     let available = match &args.memory {
         None => None,
-        Some(size) => Some(memory(size).map_err(Failure::Usage)?),
+        Some(size) => Some(text::size("--memory", size).map_err(Failure::Usage)?),
     };
     let checkpoint = open::checkpoint(&args.model)?;
     let missing = checkpoint.missing();
@@ -64,16 +64,6 @@ pub fn run(args: &Plan) -> Outcome {
     Ok(verdict.map_err(|error| anyhow::anyhow!(error.told(knobs.advice)))?)
 }
 
-/// A size of memory. Few bytes without a unit are those of somebody who meant another one.
-fn memory(size: &str) -> Result<u64, String> {
-    let wrong = |why: &str| format!("--memory {size}{why}: give a size such as 64GB or 512MiB");
-    let bytes = text::parse_bytes(size).ok_or_else(|| wrong(""))?;
-    match size.trim().ends_with(|c: char| c.is_ascii_digit() || c == '.') && bytes < 1_000_000 {
-        true => Err(wrong(&format!(" is {bytes} bytes"))),
-        false => Ok(bytes),
-    }
-}
-
 /// What the plan says, on a GPU or not; with what its pages would hold, where that is known.
 fn print(plan: &MemoryPlan, gpu: bool, fills: Option<usize>) -> std::io::Result<()> {
     let line = |name: &str, value: String| vec![name.to_owned(), value];
@@ -113,20 +103,4 @@ fn print(plan: &MemoryPlan, gpu: bool, fills: Option<usize>) -> std::io::Result<
         rows.push(line("tokens that the rest of it holds", text::count(tokens as u64)));
     }
     text::table(&rows)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn few_bytes_need_a_unit() {
-        assert_eq!(memory("64GB"), Ok(64_000_000_000));
-        assert_eq!(memory("1000000"), Ok(1_000_000));
-        assert_eq!(memory("64 B"), Ok(64));
-        for (size, wanted) in [("64", "64 bytes"), ("999999", "999999 bytes"), ("x", "512MiB")] {
-            let message = memory(size).expect_err(size);
-            assert!(message.contains("--memory") && message.contains(wanted), "{message}");
-        }
-    }
 }

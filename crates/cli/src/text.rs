@@ -73,6 +73,18 @@ pub fn parse_bytes(text: &str) -> Option<u64> {
     (bytes.is_finite() && (0.0..1e18).contains(&bytes)).then_some(bytes as u64)
 }
 
+/// Reads the value of an option that is a size. Few bytes without a unit are those of somebody who
+/// meant another one.
+pub fn size(option: &str, size: &str) -> Result<u64, String> {
+    let wrong = |why: &str| format!("{option} {size}{why}: give a size such as 64GB or 512MiB");
+    let bytes = parse_bytes(size).ok_or_else(|| wrong(""))?;
+    let bare = size.trim().ends_with(|c: char| c.is_ascii_digit() || c == '.');
+    match bare && (1..1_000_000).contains(&bytes) {
+        true => Err(wrong(&format!(" is {bytes} bytes"))),
+        false => Ok(bytes),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,5 +113,18 @@ mod tests {
         assert_eq!(parse_bytes("10"), Some(10));
         assert_eq!(parse_bytes("ten"), None);
         assert_eq!(parse_bytes("3 parsecs"), None);
+    }
+
+    #[test]
+    fn few_bytes_need_a_unit() {
+        let memory = |text| size("--memory", text);
+        assert_eq!(memory("64GB"), Ok(64_000_000_000));
+        assert_eq!(memory("1000000"), Ok(1_000_000));
+        assert_eq!(memory("64 B"), Ok(64));
+        assert_eq!(memory("0"), Ok(0));
+        for (text, wanted) in [("64", "64 bytes"), ("999999", "999999 bytes"), ("x", "512MiB")] {
+            let message = memory(text).expect_err(text);
+            assert!(message.contains("--memory") && message.contains(wanted), "{message}");
+        }
     }
 }

@@ -227,6 +227,8 @@ fn wrong_command_lines_say_what_to_do() {
         ),
         (&["serve", "--model", &tiny(), "--kv-tokens", "3"], "--kv-tokens is 3"),
         (&["plan", "--model", &tiny(), "--kv-tokens", "3"], "--kv-tokens is 3"),
+        (&["serve", "--model", &tiny(), "--host-cache", "4"], "--host-cache 4 is 4 bytes"),
+        (&["serve", "--model", &tiny(), "--disk-cache", "much"], "--disk-cache much"),
         (&["synth", "--out", "/tmp/x", "--preset", "flash-layers:1"], "--preset: flash-layers:1"),
         (&["synth", "--out", "/tmp/x", "--positions", "0"], "--positions"),
         (&["generate", "--model", &tiny(), "--prompt", "a", "--logit-bias", "x"], "ID=X"),

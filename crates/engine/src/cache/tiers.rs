@@ -96,7 +96,8 @@ impl Tiers {
     }
 
     /// Host memory, and a directory (made if need be) for `disk_bytes` bytes, besides
-    /// [`queue_bytes`] of memory. Entries of another `identity` are left alone.
+    /// [`queue_bytes`] of memory. Entries of another `identity` that were there before make room
+    /// first. Fails if the directory cannot be written to.
     pub fn disk(
         host_bytes: usize,
         dir: &Path,

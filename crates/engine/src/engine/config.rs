@@ -166,7 +166,8 @@ pub struct EngineConfig {
     pub device_snapshots: usize,
     /// Host memory for prefixes, in bytes.
     pub host_cache_bytes: usize,
-    /// Disk space for prefixes, in bytes.
+    /// Disk space for prefixes, in bytes: all files of the directory, those of other settings
+    /// included.
     pub disk_cache_bytes: u64,
     /// Host memory for requests that lost their place on the device, in bytes; requests that do not
     /// fit are computed again.

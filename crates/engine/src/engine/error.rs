@@ -94,7 +94,10 @@ pub enum EngineError {
     #[error(transparent)]
     DoesNotFit(#[from] DoesNotFit),
     /// The directory of the prefix cache cannot be used.
-    #[error("cannot use {dir} for the prefix cache: {reason}")]
+    #[error(
+        "cannot use {dir} for the prefix cache: {reason}; give a directory that can be written to and \
+         has room"
+    )]
     CacheDir {
         /// The directory.
         dir: String,

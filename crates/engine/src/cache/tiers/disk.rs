@@ -11,9 +11,9 @@ mod worker;
 use super::order::Order;
 use super::{Entry, Stored};
 use crate::cache::prefix::{Description, Key, PrefixIndex};
-use file::{DIGEST, head, hex, is_left_over, read_header};
+use file::{DIGEST, head, hex, is_left_over, make_dir, read_header, try_to_write, unhex};
 use sha2::{Digest, Sha256};
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ type Loaded = (Key, Option<Entry>);
 /// How much a directory may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes of files.
+    /// Bytes of files, those of other identities included.
     pub files: u64,
     /// Bytes of entries that wait to be written; a single one may have more.
     pub queue: usize,
@@ -55,6 +55,9 @@ pub struct Disk {
     files: HashMap<Key, u64>,
     order: Order,
     found: Vec<Description>,
+    /// Files of other identities that were there on opening, the oldest first, and their bytes.
+    others: VecDeque<(PathBuf, u64)>,
+    other_bytes: u64,
     workers: Workers,
     /// Last number given to a job.
     number: u64,
@@ -81,9 +84,11 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens a directory, and makes it if need be. Reads the headers of its files.
+    /// Opens a directory, and makes it if need be. Reads the headers of its files. What is more than
+    /// the limit allows is removed.
     pub fn open(dir: &Path, limits: Limits, identity: &[u8]) -> io::Result<Self> {
-        fs::create_dir_all(dir)?;
+        make_dir(dir)?;
+        try_to_write(dir)?;
         let identity = hex(&Sha256::digest(identity));
         let mut disk = Self {
             dir: dir.to_owned(),
@@ -92,6 +97,8 @@ impl Disk {
             files: HashMap::new(),
             order: Order::default(),
             found: Vec::new(),
+            others: VecDeque::new(),
+            other_bytes: 0,
             workers: Workers::start(&identity, PATIENCE)?,
             identity,
             number: 0,
@@ -112,7 +119,7 @@ impl Disk {
     }
 
     fn scan(&mut self) -> io::Result<()> {
-        let mut files = Vec::new();
+        let (mut files, mut others) = (Vec::new(), Vec::new());
         for file in fs::read_dir(&self.dir)? {
             let Ok(file) = file else { continue };
             let path = file.path();
@@ -121,26 +128,29 @@ impl Disk {
                 let _ = fs::remove_file(&path);
                 continue;
             }
-            if path.extension().is_none_or(|e| e != "prefix") {
-                continue;
-            }
-            let Ok(meta) = file.metadata() else { continue };
-            let Some(header) = read_header(&path) else { continue };
-            if header.identity != self.identity {
-                continue;
-            }
-            let Some(description) = header.description() else { continue };
-            let named = path.file_stem().and_then(|s| s.to_str()) == Some(&header.key);
-            if named {
-                files.push((meta.modified().ok(), meta.len(), description));
+            // Others may keep files of other names here.
+            let Some(key) = key_of(&path) else { continue };
+            let Some(meta) = file.metadata().ok().filter(fs::Metadata::is_file) else { continue };
+            let (time, size) = (meta.modified().ok(), meta.len());
+            let header = read_header(&path).filter(|header| header.identity == self.identity);
+            match header.and_then(|header| header.description()).filter(|d| d.key == key) {
+                Some(description) => files.push((time, size, description)),
+                None => others.push((time, size, path)),
             }
         }
+        others.sort();
+        self.other_bytes = others.iter().map(|(_, size, _)| size).sum();
+        self.others = others.into_iter().map(|(_, size, path)| (path, size)).collect();
         files.sort_by_key(|(time, ..)| *time);
         let sizes: HashMap<Key, u64> = files.iter().map(|(_, size, d)| (d.key, *size)).collect();
         self.found = files.into_iter().map(|(.., description)| description).collect();
         for key in beginnings_last(&self.found) {
             self.note(key, sizes[&key]);
         }
+        self.make_room();
+        // Nobody knows these yet.
+        self.lost.clear();
+        self.found.retain(|description| self.files.contains_key(&description.key));
         Ok(())
     }
 
@@ -193,11 +203,21 @@ impl Disk {
         self.queued.insert(key, (number, entry.clone()));
         self.queued_bytes = waiting;
         self.workers.tell(Job::Write { path, head, entry, key, number });
-        while self.bytes > self.limits.files {
+        self.make_room();
+        std::mem::take(&mut self.lost)
+    }
+
+    /// Removes files above the limit: those of other identities, then our own.
+    fn make_room(&mut self) {
+        while self.bytes + self.other_bytes > self.limits.files {
+            if let Some((path, size)) = self.others.pop_front() {
+                self.other_bytes -= size;
+                self.workers.tell(Job::Remove(path));
+                continue;
+            }
             let Some(oldest) = self.order.first() else { break };
             self.lose(oldest);
         }
-        std::mem::take(&mut self.lost)
     }
 
     /// Drops an entry and its file, once that is not being read.
@@ -316,6 +336,12 @@ impl Disk {
     fn path(&self, key: &Key) -> PathBuf {
         self.dir.join(format!("{}.prefix", hex(key)))
     }
+}
+
+/// The key that a file is named by.
+fn key_of(path: &Path) -> Option<Key> {
+    let named = path.extension().is_some_and(|e| e == "prefix");
+    path.file_stem().filter(|_| named)?.to_str().and_then(unhex)
 }
 
 /// Keys of entries from the oldest to the newest, but each after what hangs on it: that is of no use

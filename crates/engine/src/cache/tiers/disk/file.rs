@@ -7,7 +7,7 @@ use crate::cache::tiers::Entry;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind::NotFound, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,8 +56,53 @@ pub(super) fn is_left_over(path: &Path) -> bool {
     old && (process == std::process::id() || !Path::new(&format!("/proc/{process}")).exists())
 }
 
+/// Makes a directory, with those above it, that nobody else may read: prompts are in its files. One
+/// that is there stays as it is.
+pub(super) fn make_dir(dir: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(dir)
+}
+
+/// Makes a file that nobody else may read.
+fn make_file(path: &Path) -> io::Result<File> {
+    // What is left of an earlier try may be somebody else's to read. If it stays, the next line fails.
+    let _ = fs::remove_file(path);
+    let mut options = File::options();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)
+}
+
+/// Where [`try_to_write`] writes: a name that [`is_left_over`] knows.
+pub(super) fn trial(dir: &Path) -> PathBuf {
+    partial(&dir.join(hex(&Key::default())), std::process::id())
+}
+
+/// Writes a file to a directory and removes it. The error says which.
+pub(super) fn try_to_write(dir: &Path) -> io::Result<()> {
+    let path = trial(dir);
+    let write = |mut file: File| {
+        file.write_all(&[0; 4096])?;
+        // Full disks and quotas of network file systems are not found out before.
+        file.sync_all()
+    };
+    let written = make_file(&path).and_then(write);
+    let removed = fs::remove_file(&path);
+    // Another process may have removed it that has our number, in another container.
+    let removed = removed.or_else(|e| if e.kind() == NotFound { Ok(()) } else { Err(e) });
+    let named = |e: io::Error| {
+        let place = path.display();
+        io::Error::new(e.kind(), format!("cannot write {place}: {e}"))
+    };
+    written.and(removed).map_err(named)
+}
+
 pub(super) fn write_file(path: &Path, head: &[u8], entry: &Entry) -> io::Result<()> {
-    let mut file = File::create(path)?;
+    let mut file = make_file(path)?;
     let mut digest = Sha256::new();
     for part in std::iter::once(head).chain(entry.parts()) {
         digest.update(part);

@@ -1,4 +1,4 @@
-use super::file::{decode, partial, write_file};
+use super::file::{decode, partial, trial, write_file};
 use super::*;
 use crate::cache::Snapshot;
 use proptest::prelude::*;
@@ -135,6 +135,105 @@ fn the_newest_tail_keeps_its_beginning_longest() {
     let by_age: Vec<Description> = by_age.map(|(key, parent)| entry(key, parent)).into();
     let keys: Vec<u8> = beginnings_last(&by_age).iter().map(|key| key[0]).collect();
     assert_eq!(keys, [6, 5, 4, 7, 3, 2, 1]);
+}
+
+/// Whatever identities there were, a directory holds what it may.
+#[test]
+fn files_of_other_identities_make_room_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let put = |disk: &mut Disk, key: u8| disk.put(description(key, None), page(1000));
+    let old = SystemTime::now().checked_sub(Duration::from_secs(60)).expect("is a time");
+    for (identity, keys) in [(b"a", 10..14), (b"b", 20..24)] {
+        let mut disk = Disk::open(dir.path(), limits(1 << 20), identity).expect("opens");
+        keys.clone().for_each(|key| drop(put(&mut disk, key)));
+        finish(&mut disk);
+        for key in keys {
+            let file = File::options().append(true).open(disk.path(&[key; 16])).expect("is there");
+            file.set_modified(old + Duration::from_secs(key.into())).expect("can be set");
+        }
+    }
+    let size = fs::metadata(dir.path().join(format!("{}.prefix", hex(&[10; 16]))));
+    let size = size.expect("is there").len();
+    let kept = || {
+        let files = fs::read_dir(dir.path()).expect("is there").flatten();
+        let mut keys: Vec<u8> = files.filter_map(|file| Some(key_of(&file.path())?[0])).collect();
+        keys.sort_unstable();
+        keys
+    };
+    // Neither an entry nor of a name that we give.
+    let theirs = dir.path().join("film.prefix");
+    fs::write(&theirs, [0; 5000]).expect("can be written");
+    // A file without a header is nobody's any more.
+    let broken = dir.path().join(format!("{}.prefix", hex(&[9; 16])));
+    fs::write(&broken, [0; 500]).expect("can be written");
+    File::options().append(true).open(&broken).expect("is there").set_modified(old).expect("set");
+
+    let mut disk = open(dir.path(), limits(6 * size));
+    assert!(disk.found.is_empty());
+    finish(&mut disk);
+    assert_eq!(kept(), [12, 13, 20, 21, 22, 23]);
+    for key in 1..=3 {
+        assert!(put(&mut disk, key).is_empty(), "others make room");
+    }
+    finish(&mut disk);
+    assert_eq!(kept(), [1, 2, 3, 21, 22, 23]);
+    for key in 4..=6 {
+        assert!(put(&mut disk, key).is_empty());
+    }
+    assert_eq!(put(&mut disk, 7), [[1; 16]]);
+    drop(disk);
+    assert_eq!(kept(), [2, 3, 4, 5, 6, 7]);
+    // With less room than there is, too.
+    let mut disk = open(dir.path(), limits(2 * size));
+    assert_eq!(disk.found.len(), 2);
+    assert!(finish(&mut disk).1.is_empty());
+    assert_eq!(kept().len(), 2);
+    assert!(theirs.exists());
+}
+
+#[test]
+fn a_directory_that_cannot_be_written_is_refused() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let refused = |dir: &Path| match Disk::open(dir, limits(1 << 20), b"me") {
+        Ok(_) => panic!("{dir:?} cannot be used"),
+        Err(error) => error.to_string(),
+    };
+    let file = folder.path().join("file");
+    fs::write(&file, "").expect("can be written");
+    refused(&file.join("below"));
+    refused(&file);
+    let dir = folder.path().join("full");
+    let trial = trial(&dir);
+    fs::create_dir_all(&trial).expect("can be made");
+    let message = refused(&dir);
+    assert!(message.contains(&trial.display().to_string()), "{message}");
+    fs::remove_dir(&trial).expect("is there");
+    drop(open(&dir, limits(1 << 20)));
+    assert_eq!(fs::read_dir(&dir).expect("is there").count(), 0, "nothing is left of the trial");
+}
+
+/// Prompts are in the files.
+#[cfg(unix)]
+#[test]
+fn nobody_else_may_read_entries() {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = |path: &Path| fs::metadata(path).expect("is there").permissions().mode() & 0o777;
+    let folder = tempfile::tempdir().expect("a directory");
+    let dir = folder.path().join("above").join("prefixes");
+    let mut disk = open(&dir, limits(1 << 20));
+    let path = disk.path(&[1; 16]);
+    // What a try before has left.
+    let left = partial(&path, std::process::id());
+    fs::write(&left, "").expect("can be written");
+    fs::set_permissions(&left, PermissionsExt::from_mode(0o644)).expect("can be set");
+    disk.put(description(1, None), page(100));
+    finish(&mut disk);
+    assert_eq!((mode(&path), mode(&dir)), (0o600, 0o700));
+    assert_eq!(mode(dir.parent().expect("is there")), 0o700);
+    drop(disk);
+    fs::set_permissions(&dir, PermissionsExt::from_mode(0o750)).expect("can be set");
+    open(&dir, limits(1 << 20));
+    assert_eq!(mode(&dir), 0o750, "whose it was before decides");
 }
 
 #[test]
