@@ -203,9 +203,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let end = Moment::now(&mut runners, metrics);
     let beside = reader.join().map_err(|_| "the reader of the prompt's answer failed")?;
-    if windows.is_empty() {
-        return Err("the prompt is too short to measure rates beside it".into());
-    }
     if runners.have_ended() {
         return Err("the running requests ended before the prompt was read".into());
     }
@@ -220,6 +217,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         100.0 * worst / alone
     );
     let (mut rates, mut steps, mut drift) = (Vec::new(), Vec::new(), 0.0f64);
+    // A time without any step that only decodes has nothing to be compared with.
+    windows.retain(|(from, to)| to.decode.count > from.decode.count);
+    if windows.is_empty() {
+        return Err("the prompt is too short to measure rates beside it".into());
+    }
     for (from, to) in &windows {
         let [before, after] = &undisturbed;
         let before = before.seconds(from.tokens, to.tokens)?;

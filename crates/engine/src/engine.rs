@@ -171,6 +171,7 @@ impl Engine {
         }
         let waiting = self.metrics.waiting.get() as usize + inbox.arrivals.len();
         if waiting + arrivals.len() > self.queue_limit {
+            arrivals.iter().for_each(|_| self.metrics.failed());
             return Err(RequestError::QueueFull { waiting, limit: self.queue_limit });
         }
         inbox.arrivals.extend(arrivals);

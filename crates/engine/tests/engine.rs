@@ -321,3 +321,13 @@ fn refusals_come_back_in_order() {
     let last = told.last().expect("is told");
     assert_eq!((last.done, last.total, last.tokens), (4, 4, 4));
 }
+
+#[test]
+fn refused_requests_are_counted() {
+    let engine = engine(&EngineConfig { max_queued_requests: 1, ..small() });
+    let mut request = requests(1, 1, 8).remove(0);
+    request.params.n = 2;
+    let refused = engine.submit_all(request).map(|handles| handles.len());
+    assert_eq!(refused, Err(RequestError::QueueFull { waiting: 0, limit: 1 }));
+    assert_eq!(engine.metrics().failed.get(), 2);
+}

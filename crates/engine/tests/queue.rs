@@ -167,6 +167,27 @@ fn log_probabilities_of_a_long_prompt_keep_nobody_waiting() {
     assert_eq!(read, Some(99));
 }
 
+/// Nor do several keep a long prompt from the rows that they cannot use.
+#[test]
+fn rows_that_log_probabilities_cannot_use_are_for_others() {
+    let shape = shape(100, 4, PrefillMode::Exact, 0);
+    let mut steps = steps(&shape);
+    let readers: Vec<RequestHandle> = (0..2)
+        .map(|id| {
+            let (mut long, reader) = arrival(id, 100, None);
+            long.params.prompt_logprobs = Some(0);
+            steps.scheduler.submit(long);
+            reader
+        })
+        .collect();
+    let plain = arrive(&mut steps.scheduler, 2, 100, None);
+    for _ in 0..100usize.div_ceil(shape.chunk) + 1 {
+        steps.step().expect("runs");
+    }
+    assert!(plain.usage().output_tokens > 0, "the prompt has been read");
+    assert!(readers.iter().all(|reader| reader.usage().output_tokens == 0));
+}
+
 /// What has been told of a prompt is not computed again for a request that lost its place.
 #[test]
 fn log_probabilities_are_computed_once() {

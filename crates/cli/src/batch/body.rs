@@ -360,7 +360,7 @@ impl Line {
             request: Request::tokens(prompt, params),
             kind: Kind::Chat {
                 thinks: effort.thinks(),
-                tools: has_tools,
+                tools: has_tools && !calls_none,
                 model: common.model.unwrap_or_default(),
             },
         })

@@ -44,7 +44,7 @@ impl Scheduler {
         let mut ended = Vec::new();
         let (prompts, most_rows) = self.prompts_now(prompts, decode_rows);
         budget.rows = budget.rows.min(most_rows);
-        let shares = self.share_rows(&prompts, budget.rows);
+        let shares = self.share_rows(&prompts, &budget);
         let mut others = shares.len();
         for (id, rows) in shares {
             others -= 1;
@@ -159,12 +159,18 @@ impl Scheduler {
         (prompts.into_iter().find(new).into_iter().collect(), short)
     }
 
-    /// Shares `rows` rows among prompts: half for the first in line, so that it gets on; the rest
-    /// for those that have been served least, so that short ones need not wait for long ones.
-    fn share_rows(&self, prompts: &[RequestId], rows: usize) -> Vec<(RequestId, usize)> {
+    /// Shares rows among prompts: half for the first in line, so that it gets on; the rest for those
+    /// that have been served least, so that short ones need not wait for long ones. Nobody gets more
+    /// than can run.
+    fn share_rows(&self, prompts: &[RequestId], budget: &Budget) -> Vec<(RequestId, usize)> {
+        let rows = budget.rows;
         let wants = |id: &RequestId| {
-            let place = self.sequences.get(id).and_then(|s| s.place.as_ref());
-            place.map_or(0, |p| (p.stops[0] - p.next).min(self.shape.chunk))
+            let Some(sequence) = self.sequences.get(id) else { return 0 };
+            let most = match sequence.wants_prompt_logprobs() {
+                true => self.shape.chunk.min(budget.outputs),
+                false => self.shape.chunk,
+            };
+            sequence.place.as_ref().map_or(0, |p| (p.stops[0] - p.next).min(most))
         };
         let Some((first, others)) = prompts.split_first() else { return Vec::new() };
         let own = wants(first);
