@@ -17,7 +17,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Takes an entry in. Returns false if it has another size or fewer open pages than it must, or
+    /// Takes an entry in. Returns false if it has another size or not the open page that it must, or
     /// cannot be cut where the hit ends: the file may be that of another process, which keeps the
     /// state of the same text with less of what lies before.
     fn take(&mut self, key: Key, entry: Entry, sizes: (usize, usize), open: usize) -> bool {
@@ -27,7 +27,7 @@ impl Found {
             Entry::State(state)
                 if state.lowest <= self.hit.cut
                     && state.slot.len() == slot
-                    && state.pages.len() >= open
+                    && (open == 0 || state.pages.len() == open)
                     && state.pages.iter().all(|p| p.len() == page) =>
             {
                 self.state = Some(state);
@@ -250,6 +250,25 @@ mod tests {
         // The index still believes that it can be cut from the fourth token on.
         assert!(!take(5), "the file is the other process's now");
         assert!(!take(8));
+    }
+
+    /// A file may hold any number of pages; a hit has room for the one that its cut lies in.
+    #[test]
+    fn a_state_brings_the_pages_that_are_loaded() {
+        let (mut index, mut pools) = (PrefixIndex::new(16, 1, b"model"), Pools::new(1, 1));
+        let page = pools.pages.take().expect("room");
+        let inserted = index.insert(None, &[1; 9], &[page], Some(4), &mut pools);
+        let key = inserted.snapshot.expect("room").description.key;
+        let hit = index.lookup(None, &[1; 9], 8).hit.expect("found");
+        let take = |pages: usize, open: usize| {
+            let pages = vec![vec![0; 4]; pages];
+            let state = Snapshot { position: 9, slot: vec![0; 8], pages, lowest: 4 };
+            let mut found = Found { hit: hit.clone(), pages: Vec::new(), state: None };
+            found.take(key, Entry::State(Arc::new(state)), (8, 4), open)
+        };
+        assert_eq!([0, 1, 2].map(|pages| take(pages, 1)), [false, true, false]);
+        // None of them is loaded.
+        assert_eq!([0, 1, 2].map(|pages| take(pages, 0)), [true; 3]);
     }
 
     /// Two states of one text are on their way: who waits gets the one that the index knows.
