@@ -18,6 +18,7 @@ use deepinfer::step::{Inline, StepLoop};
 use proptest::prelude::*;
 use simulation::{END, Simulation, VOCAB, next, shape};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 #[derive(Clone, Debug)]
@@ -142,6 +143,11 @@ struct Running {
 }
 
 fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
+    run_counting(setting, cases).0
+}
+
+/// Also returns how many slots were copied.
+fn run_counting(setting: &Setting, cases: &[Case]) -> (Arc<Metrics>, usize) {
     let mut shape = shape(setting.pages, setting.seqs, setting.prefill, setting.drafts);
     shape.prefix_cache = setting.prefix_cache;
     shape.swap_bytes = setting.swap_bytes;
@@ -154,6 +160,7 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
     };
     let metrics = Arc::new(Metrics::default());
     let worker = Simulation::new(&shape);
+    let slot_copies = worker.slot_copies.clone();
     let bounds = shape.bounds(false);
     let scheduler = Scheduler::new(shape, tiers, metrics.clone());
     let mut steps = StepLoop::new(scheduler, Inline::new(worker), setting.overlap);
@@ -238,7 +245,7 @@ fn run(setting: &Setting, cases: &[Case]) -> Arc<Metrics> {
     }
     steps.scheduler.clear_prefix_cache();
     assert_eq!(steps.scheduler.held(), Held::default(), "nothing is left");
-    metrics
+    (metrics, slot_copies.load(Ordering::Relaxed))
 }
 
 proptest! {
@@ -309,6 +316,24 @@ fn repeated_prompts_come_from_the_cache() {
         let (cached, wanted) = (metrics.cached_tokens.get(), 12 * 39);
         assert!(cached >= wanted, "{cached} tokens of {wanted} from the cache");
     }
+}
+
+/// A repeated prompt leaves the state of the first one, which serves earlier cuts, in its place, and
+/// offers it to the lower tier, which has no room for anything.
+#[test]
+fn a_repeated_prompt_does_not_narrow_what_is_kept() {
+    let copies = [0, 1, 1 << 20].map(|host_bytes| {
+        let first = Case { wait: 60, ..many(43, 1)[0].clone() };
+        let mut third = first.clone();
+        third.prompt[41] = 1 + third.prompt[41] % (VOCAB - 1);
+        let (metrics, copies) = run_counting(
+            &Setting { pages: 300, host_bytes, ..plain() },
+            &[first.clone(), first.clone(), third],
+        );
+        assert_eq!(metrics.cached_tokens.get(), 42 + 41, "{host_bytes} bytes");
+        copies
+    });
+    assert_eq!(copies, [copies[0]; 3], "nothing is copied over what is kept");
 }
 
 #[test]

@@ -89,23 +89,26 @@ pub struct Lookup {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inserted {
     /// Pages for the lower tiers, from the first on: those that are new to the index; and, where
-    /// there are lower tiers, all that these do not hold (any more).
+    /// there are lower tiers, the first few that these do not hold any more.
     pub pages: Vec<(Description, u32)>,
     /// Keys of what the lower tiers hold already, the text's beginning last.
     pub stored: Vec<Key>,
-    /// The new snapshot: to be copied into `slot`.
-    pub snapshot: Option<NewSnapshot>,
+    /// The snapshot, unless the lower tiers hold it, or there are none and it is not new.
+    pub snapshot: Option<OfferedSnapshot>,
 }
 
-/// A snapshot that the index has made room for.
+/// A snapshot for the lower tiers, which the index has on the device or has made room for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NewSnapshot {
+pub struct OfferedSnapshot {
     /// What it is.
     pub description: Description,
-    /// Slot to copy the rings to.
+    /// Slot of its rings.
     pub slot: u32,
     /// Its open page.
     pub open: Option<u32>,
+    /// Whether the rings must be copied to `slot` first. Else they are there, and may serve earlier
+    /// cuts than those of the text that was entered: nothing may be copied over them.
+    pub new: bool,
 }
 
 /// What an entry of a lower tier is: enough to find its place in the tree again.

@@ -28,7 +28,7 @@ impl Scheduler {
     }
 
     /// Enters the first `end` tokens of a sequence into the prefix cache, with a snapshot that can
-    /// be cut from `lowest` on; without one if there is no such cut. What the lower tiers are told
+    /// be cut from `lowest` on, or earlier if there is such a one; without one if there is no such cut. What the lower tiers are told
     /// to expect counts as stored at once: the device may drop its copy before theirs is there.
     fn remember(&mut self, id: RequestId, end: usize, lowest: usize) {
         let Some(prefix) = &mut self.prefix else { return };
@@ -41,7 +41,9 @@ impl Scheduler {
         self.tiers.touch(&added.stored);
         if let Some(snapshot) = added.snapshot {
             let (key, slot) = (snapshot.description.key, snapshot.slot);
-            self.ops.push(Op::CopySlot { from: place.slot, to: slot });
+            if snapshot.new {
+                self.ops.push(Op::CopySlot { from: place.slot, to: slot });
+            }
             if keep {
                 self.tiers.expect(snapshot.description);
                 prefix.set_stored(&key);

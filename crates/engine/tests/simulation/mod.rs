@@ -145,6 +145,8 @@ pub struct Simulation {
     texts: Vec<Option<Text>>,
     /// Rows of prompts whose log-probabilities were computed.
     pub logprob_rows: Arc<AtomicUsize>,
+    /// Slots that were copied.
+    pub slot_copies: Arc<AtomicUsize>,
     /// Rows run by the decoder, for comparison of prefill modes.
     pub decoder_rows: usize,
 }
@@ -158,6 +160,7 @@ impl Simulation {
             texts: (0..slots).map(|_| None).collect(),
             shape: shape.clone(),
             logprob_rows: Arc::default(),
+            slot_copies: Arc::default(),
             decoder_rows: 0,
         }
     }
@@ -179,6 +182,7 @@ impl Simulation {
                 assert!(self.texts[slot as usize].take().is_some(), "slot {slot} is empty");
             }
             Op::CopySlot { from, to } => {
+                self.slot_copies.fetch_add(1, Ordering::Relaxed);
                 self.rings[to as usize] = self.rings[from as usize].clone();
             }
             Op::CopyPage { from, to } => {

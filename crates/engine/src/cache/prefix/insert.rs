@@ -1,10 +1,15 @@
 //! Entering texts, and what lower tiers hold.
 
 use super::tree::{NodeId, Snapshot, bytes, digest, page_key, state_key};
-use super::{Description, Inserted, Key, NewSnapshot, PrefixIndex};
+use super::{Description, Inserted, Key, OfferedSnapshot, PrefixIndex};
 use crate::cache::pages::Pools;
 use std::cmp::Reverse;
 use std::sync::Arc;
+
+/// Most pages of a text that lower tiers are offered again at a time, from its beginning on. They
+/// are safe on the device meanwhile, and where the tiers are smaller than that, most would be dropped
+/// once more: a shared beginning comes back at once, a long text over several turns.
+pub(super) const PAGES_AGAIN: usize = 16;
 
 impl PrefixIndex {
     /// Enters the full pages of `tokens`, the beginning of a text that lies in `pages`. With
@@ -22,6 +27,7 @@ impl PrefixIndex {
         let mut inserted = Inserted::default();
         let root = self.root(salt);
         let mut id = root;
+        let mut again = 0;
         for (text, &page) in tokens.chunks_exact(self.page_tokens).zip(pages) {
             let (parent, at_root) = (self.node(id).key, self.node(id).parent.is_none());
             id = match self.node(id).children.get(text) {
@@ -36,7 +42,8 @@ impl PrefixIndex {
             }
             match stored {
                 true => inserted.stored.push(key),
-                false if held.is_none() || self.tiers => {
+                false if held.is_none() || (self.tiers && again < PAGES_AGAIN) => {
+                    again += usize::from(held.is_some());
                     let tokens = text.into();
                     let description = Description { key, parent, tokens, lowest: None, at_root };
                     inserted.pages.push((description, held.unwrap_or(page)));
@@ -66,9 +73,18 @@ impl PrefixIndex {
         let (end, parent) = (node.end, node.key);
         let tail: Arc<[u32]> = tokens[end..].into();
         if let Some(known) = node.snapshots.get(&tail) {
-            let kept = known.stored || !self.tiers;
-            if known.slot.is_some() && known.lowest <= lowest && kept {
-                inserted.stored.extend(known.stored.then_some(known.key));
+            if let (Some(slot), true) = (known.slot, known.lowest <= lowest) {
+                // It serves every cut that the caller's would.
+                let (key, lowest, open) = (known.key, Some(known.lowest), known.open);
+                if known.stored {
+                    inserted.stored.push(key);
+                } else if self.tiers {
+                    let tokens = tail.clone();
+                    let description =
+                        Description { key, parent, tokens, lowest, at_root: end == 0 };
+                    let snapshot = OfferedSnapshot { description, slot, open, new: false };
+                    inserted.snapshot = Some(snapshot);
+                }
                 return self.touch_snapshot(id, &tail);
             }
             self.drop_from_device(id, &tail, pools);
@@ -93,7 +109,7 @@ impl PrefixIndex {
         self.node_mut(id).snapshots.insert(tail.clone(), snapshot);
         let description =
             Description { key, parent, tokens: tail, lowest: Some(lowest), at_root: end == 0 };
-        inserted.snapshot = Some(NewSnapshot { description, slot, open });
+        inserted.snapshot = Some(OfferedSnapshot { description, slot, open, new: true });
     }
 
     /// Enters an entry that a lower tier holds. Returns false if its parent is not known (yet), or

@@ -1,3 +1,4 @@
+use super::insert::PAGES_AGAIN;
 use super::*;
 use crate::cache::pages::Pools;
 use proptest::prelude::*;
@@ -93,7 +94,9 @@ fn lower_tiers_are_offered_what_they_do_not_hold() {
         let inserted = visit(&mut index, &mut pools, &text(9), 2);
         assert!(inserted.stored.is_empty());
         let pages: Vec<Description> = inserted.pages.iter().map(|(p, _)| p.clone()).collect();
-        let state = inserted.snapshot.expect("room").description;
+        let snapshot = inserted.snapshot.expect("room");
+        assert!(snapshot.new);
+        let state = snapshot.description.clone();
         let keys = [state.key, pages[1].key, pages[0].key];
         keys.iter().for_each(|key| index.set_stored(key));
         let again = visit(&mut index, &mut pools, &text(9), 2);
@@ -103,16 +106,48 @@ fn lower_tiers_are_offered_what_they_do_not_hold() {
         index.forget(&pages[0].key, &mut pools);
         index.forget(&state.key, &mut pools);
         assert_eq!(index.on_device(), (2, 1));
-        let again = visit(&mut index, &mut pools, &text(9), 2);
+        // The caller's state reaches less far back than the one on the device.
+        let again = visit(&mut index, &mut pools, &text(9), 1);
         assert_eq!(again.stored, [pages[1].key]);
         let offered: Vec<Description> = again.pages.iter().map(|(p, _)| p.clone()).collect();
         assert_eq!(offered, if tiers { vec![pages[0].clone()] } else { vec![] });
-        assert_eq!(again.snapshot.map(|s| s.description), tiers.then_some(state));
+        let known = OfferedSnapshot { new: false, ..snapshot };
+        assert_eq!(again.snapshot, tiers.then_some(known), "as it is on the device");
         assert_eq!(index.on_device(), (2, 1));
+        check(&index);
+        // One that reaches further back takes its place.
+        let again = visit(&mut index, &mut pools, &text(9), 3);
+        let lowest = again.snapshot.map(|s| (s.new, s.description.lowest));
+        assert_eq!(lowest, Some((true, Some(6))));
         check(&index);
         index.clear(&mut pools);
         assert_eq!((pools.pages.used(), pools.slots.used()), (0, 0));
     }
+}
+
+/// Long texts that the lower tiers have lost come back to them a few pages at a time, the beginning
+/// first; new pages are offered at once.
+#[test]
+fn lost_pages_are_offered_a_few_at_a_time() {
+    let (mut index, mut pools) = (index(4).with_tiers(true), Pools::new(128, 8));
+    let keys = |inserted: &Inserted| -> Vec<Key> {
+        inserted.pages.iter().map(|(page, _)| page.key).collect()
+    };
+    let (len, more) = (PAGES_AGAIN + 3, 2 * PAGES_AGAIN);
+    let all = keys(&visit(&mut index, &mut pools, &text(len * PAGE), 2));
+    assert_eq!(all.len(), len);
+    all.iter().for_each(|key| index.set_stored(key));
+    all.iter().for_each(|key| index.forget(key, &mut pools));
+
+    let longer = visit(&mut index, &mut pools, &text((len + more) * PAGE), 2);
+    let offered = keys(&longer);
+    assert_eq!(offered[..PAGES_AGAIN], all[..PAGES_AGAIN]);
+    assert_eq!(offered.len(), PAGES_AGAIN + more);
+    assert!(!all[PAGES_AGAIN..].iter().any(|key| offered.contains(key)));
+    offered.iter().for_each(|key| index.set_stored(key));
+    let last = keys(&visit(&mut index, &mut pools, &text(len * PAGE), 2));
+    assert_eq!(last, all[PAGES_AGAIN..]);
+    check(&index);
 }
 
 #[test]
