@@ -24,16 +24,20 @@ fn available_under(root: &Path) -> Option<u64> {
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// Line of `memory.stat` with what was read from files and is given back when it is wanted.
-    reclaimable: &'static str,
+    /// Lines of `memory.stat` with what was read from files and is given back when it is wanted:
+    /// what was used once, and what was used again. `MemAvailable` counts both as well.
+    reclaimable: [&'static str; 2],
 }
 
-const UNIFIED: Files =
-    Files { limit: "memory.max", used: "memory.current", reclaimable: "inactive_file" };
+const UNIFIED: Files = Files {
+    limit: "memory.max",
+    used: "memory.current",
+    reclaimable: ["inactive_file", "active_file"],
+};
 const LEGACY: Files = Files {
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
-    reclaimable: "total_inactive_file",
+    reclaimable: ["total_inactive_file", "total_active_file"],
 };
 
 /// What each limit leaves of the groups that this process is in, and of those around them. A
@@ -74,11 +78,12 @@ fn left_in(folder: &Path, files: &Files) -> Option<u64> {
     let limit = number(files.limit)?;
     let used = number(files.used)?;
     let stat = read_to_string(folder.join("memory.stat")).unwrap_or_default();
-    let reclaimable = stat.lines().find_map(|line| {
-        let value = line.strip_prefix(files.reclaimable)?.strip_prefix(' ')?;
-        value.trim().parse::<u64>().ok()
+    let reclaimable = stat.lines().filter_map(|line| {
+        let (name, value) = line.split_once(' ')?;
+        files.reclaimable.contains(&name).then(|| value.trim().parse::<u64>().ok())?
     });
-    Some(limit.saturating_sub(used.saturating_sub(reclaimable.unwrap_or(0))))
+    let reclaimable = reclaimable.fold(0, u64::saturating_add);
+    Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
 }
 
 #[cfg(test)]
@@ -124,7 +129,7 @@ mod tests {
     fn a_container_has_what_its_limit_leaves() {
         let root = system("0::/\n");
         unified(root.path(), "", "8000000000", 3_000_000_000, 1_000_000_000);
-        assert_eq!(available_under(root.path()), Some(6_000_000_000));
+        assert_eq!(available_under(root.path()), Some(6_000_000_009));
         unified(root.path(), "", "max", 3_000_000_000, 1_000_000_000);
         assert_eq!(available_under(root.path()), Some(256_000_000_000));
         unified(root.path(), "", "8000000000", 9_000_000_000, 0);
@@ -141,9 +146,9 @@ mod tests {
         unified(root.path(), "user.slice/run.scope", "max", 10, 0);
         unified(root.path(), "user.slice", "5000", 2000, 500);
         unified(root.path(), "other.slice", "1", 0, 0);
-        assert_eq!(available_under(root.path()), Some(3500));
+        assert_eq!(available_under(root.path()), Some(3509));
         unified(root.path(), "user.slice/run.scope", "1000", 10, 0);
-        assert_eq!(available_under(root.path()), Some(990));
+        assert_eq!(available_under(root.path()), Some(999));
     }
 
     #[test]
@@ -153,7 +158,7 @@ mod tests {
             let folder = format!("sys/fs/cgroup/memory{folder}");
             write(root.path(), &format!("{folder}/memory.limit_in_bytes"), limit);
             write(root.path(), &format!("{folder}/memory.usage_in_bytes"), "3000\n");
-            let stat = "inactive_file 5\ntotal_inactive_file 1000\n";
+            let stat = "inactive_file 5\ntotal_inactive_file 700\ntotal_active_file 300\n";
             write(root.path(), &format!("{folder}/memory.stat"), stat);
         };
         group("", "9223372036854771712\n");
