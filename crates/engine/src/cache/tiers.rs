@@ -67,6 +67,8 @@ pub enum Stored {
     /// It is being read, and [`Tiers::loaded`] will return it, unless [`Tiers::put`] takes it in
     /// before; or it was announced, and will be taken in.
     Coming,
+    /// It lies in a directory that does not answer now.
+    Silent,
     /// It is not there.
     Missing,
 }
@@ -208,6 +210,12 @@ impl Tiers {
     /// Entries that the directory did not take so far.
     pub fn losses(&self) -> Losses {
         self.disk.as_ref().map_or(Losses::default(), Disk::losses)
+    }
+
+    /// The directory does not answer until the returned value is dropped, and is given up at once.
+    #[cfg(test)]
+    pub fn hang(&mut self) -> Option<std::sync::mpsc::Receiver<()>> {
+        self.disk.as_mut().map(Disk::hang)
     }
 
     /// Waits until everything taken in is on disk.

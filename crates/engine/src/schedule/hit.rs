@@ -115,7 +115,7 @@ impl Scheduler {
             let mut found = Found { hit, pages: Vec::new(), state: None };
             let own = found.hit.open == Some(found.hit.state);
             let keys: Vec<Key> = found.hit.stored().collect();
-            let mut missing = Vec::new();
+            let (mut missing, mut silent) = (Vec::new(), false);
             for key in keys {
                 let entry = match sequence.stored.here.get(&key) {
                     Some(entry) => Stored::Here(entry.clone()),
@@ -123,6 +123,8 @@ impl Scheduler {
                 };
                 match entry {
                     Stored::Missing => missing.push(key),
+                    // Known still: it is to be had again once the directory answers.
+                    Stored::Silent => silent = true,
                     Stored::Coming => {
                         sequence.stored.coming.insert(key);
                     }
@@ -138,6 +140,8 @@ impl Scheduler {
             }
             if !missing.is_empty() {
                 missing.iter().for_each(|key| prefix.forget(key, &mut self.pools));
+            } else if silent {
+                return Prefix::Ready(None, lookup.shared);
             } else if sequence.stored.coming.is_empty() {
                 return Prefix::Ready(Some(found), lookup.shared);
             } else {
@@ -207,7 +211,14 @@ mod tests {
     use crate::cache::pages::Pools;
     use crate::cache::prefix::{Description, PrefixIndex};
     use crate::cache::tiers::Tiers;
+    use crate::config::ModelConfig;
+    use crate::engine::EngineConfig;
+    use crate::output::OutputText;
+    use crate::request::{RequestHandle, RequestId, SamplingParams, event_queue};
+    use crate::schedule::Shape;
+    use crate::sequence::{Arrival, Form};
     use std::path::Path;
+    use std::time::Instant;
 
     /// A process puts the state of a text of nine tokens, of which it says that it can be cut from
     /// `lowest` on. Returns the description.
@@ -269,6 +280,68 @@ mod tests {
         assert_eq!([0, 1, 2].map(|pages| take(pages, 1)), [false, true, false]);
         // None of them is loaded.
         assert_eq!([0, 1, 2].map(|pages| take(pages, 0)), [true; 3]);
+    }
+
+    fn scheduler(folder: &Path) -> Scheduler {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/tiny-a/config.json");
+        let model = std::fs::read(path).expect("is there");
+        let model = ModelConfig::from_json(&model).expect("is one");
+        let shape = Shape::new(&model, &EngineConfig::default(), &[]).expect("fits together");
+        let (identity, prefill) = (b"model".to_vec(), PrefillMode::Exact);
+        let sizes = Shape { page_tokens: 16, slot_bytes: 8, page_bytes: 4, ..shape };
+        let shape = Shape { identity, prefill, prefix_cache: true, ..sizes };
+        Scheduler::new(shape, tiers(folder), Arc::default())
+    }
+
+    /// A sequence of twelve tokens, with its handle.
+    fn sequence() -> (Sequence, RequestHandle) {
+        let (sink, handle) = event_queue(RequestId(1));
+        let arrival = Arrival {
+            id: RequestId(1),
+            priority: 0,
+            salt: None,
+            params: SamplingParams::greedy(),
+            prompt: vec![1; 12],
+            seed: 0,
+            max_len: 20,
+            form: Form::Free,
+            leader: None,
+            text: OutputText::new(None, Vec::new()),
+            sink,
+            time: Instant::now(),
+        };
+        (Sequence::new(arrival), handle)
+    }
+
+    /// What a directory holds that hangs is done without, and found again when it answers.
+    #[test]
+    fn a_directory_that_hangs_is_not_forgotten() {
+        let folder = tempfile::tempdir().expect("a folder");
+        put(folder.path(), 4);
+        let mut scheduler = scheduler(folder.path());
+        let known = scheduler.known_prefixes();
+        assert!(known > 0);
+        let hang = scheduler.tiers.hang();
+        let (mut waits, _handle) = sequence();
+        assert!(matches!(scheduler.find_prefix(&mut waits), Prefix::Coming));
+        scheduler.take_loaded();
+        for _ in 0..2 {
+            let (mut sequence, _handle) = sequence();
+            let found = scheduler.find_prefix(&mut sequence);
+            assert!(matches!(found, Prefix::Ready(None, 9)), "it is given up");
+            assert!(sequence.stored.coming.is_empty());
+        }
+        assert_eq!(scheduler.known_prefixes(), known);
+        drop(hang);
+        scheduler.tiers.flush();
+        scheduler.take_loaded();
+        let (mut sequence, _handle) = sequence();
+        assert!(matches!(scheduler.find_prefix(&mut sequence), Prefix::Coming));
+        scheduler.tiers.flush();
+        scheduler.take_loaded();
+        sequence.stored = Default::default();
+        let found = scheduler.find_prefix(&mut sequence);
+        assert!(matches!(found, Prefix::Ready(Some(found), _) if found.hit.cut == 9));
     }
 
     /// Two states of one text are on their way: who waits gets the one that the index knows.

@@ -258,8 +258,11 @@ impl Disk {
         if self.reading.contains_key(key) {
             return Stored::Coming;
         }
-        if self.silent || !self.files.contains_key(key) {
+        if !self.files.contains_key(key) {
             return Stored::Missing;
+        }
+        if self.silent {
+            return Stored::Silent;
         }
         self.number += 1;
         let (path, number) = (self.path(key), self.number);
@@ -331,6 +334,13 @@ impl Disk {
     /// Waits until everything told so far is done.
     pub fn flush(&mut self) {
         self.workers.flush();
+    }
+
+    /// The reader is held back until the returned value is dropped, and nobody has patience with it.
+    #[cfg(test)]
+    pub fn hang(&mut self) -> std::sync::mpsc::Receiver<()> {
+        self.patience = Duration::ZERO;
+        self.workers.hold(true)
     }
 
     fn path(&self, key: &Key) -> PathBuf {

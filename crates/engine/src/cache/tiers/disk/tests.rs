@@ -355,8 +355,9 @@ fn a_directory_that_does_not_answer_is_given_up_until_it_does() {
     assert!(matches!(loaded[..], [(key, None)] if key == [1; 16]));
     assert!(lost.is_empty());
     for key in 1..=2 {
-        assert!(matches!(disk.get(&[key; 16]), Stored::Missing));
+        assert!(matches!(disk.get(&[key; 16]), Stored::Silent));
     }
+    assert!(matches!(disk.get(&[3; 16]), Stored::Missing));
     disk.patience = PATIENCE;
     drop(hold);
     let (loaded, _) = finish(&mut disk);
