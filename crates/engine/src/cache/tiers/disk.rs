@@ -132,10 +132,18 @@ impl Disk {
             let Some(key) = key_of(&path) else { continue };
             let Some(meta) = file.metadata().ok().filter(fs::Metadata::is_file) else { continue };
             let (time, size) = (meta.modified().ok(), meta.len());
-            let header = read_header(&path).filter(|header| header.identity == self.identity);
-            match header.and_then(|header| header.description()).filter(|d| d.key == key) {
-                Some(description) => files.push((time, size, description)),
-                None => others.push((time, size, path)),
+            let Ok(header) = read_header(&path) else {
+                others.push((time, size, path));
+                continue;
+            };
+            let described = header.and_then(|h| Some((h.description()?, h.identity)));
+            match described.filter(|(description, _)| description.key == key) {
+                Some((found, identity)) if identity == self.identity => {
+                    files.push((time, size, found));
+                }
+                Some(_) => others.push((time, size, path)),
+                // Not written to its end before a power failure: nobody will read it.
+                None => drop(fs::remove_file(&path)),
             }
         }
         others.sort();
@@ -212,7 +220,10 @@ impl Disk {
         while self.bytes + self.other_bytes > self.limits.files {
             if let Some((path, size)) = self.others.pop_front() {
                 self.other_bytes -= size;
-                self.workers.tell(Job::Remove(path));
+                // One of ours may have taken its place.
+                if !key_of(&path).is_some_and(|key| self.files.contains_key(&key)) {
+                    self.workers.tell(Job::Remove(path));
+                }
                 continue;
             }
             let Some(oldest) = self.order.first() else { break };

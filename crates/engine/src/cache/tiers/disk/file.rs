@@ -168,14 +168,15 @@ fn split_header(body: &[u8]) -> Option<(Header, &[u8])> {
     Some((serde_json::from_slice(header).ok()?, payload))
 }
 
-pub(super) fn read_header(path: &Path) -> Option<Header> {
-    let mut file = File::open(path).ok()?;
-    let mut start = [0; 12];
-    file.read_exact(&mut start).ok()?;
-    let len = u32::from_le_bytes([start[8], start[9], start[10], start[11]]);
-    let mut body = start.to_vec();
-    file.take(u64::from(len)).read_to_end(&mut body).ok()?;
-    split_header(&body).map(|(header, _)| header)
+/// The header of a file; `None` if it has none. Fails if the file cannot be read.
+pub(super) fn read_header(path: &Path) -> io::Result<Option<Header>> {
+    let file = File::open(path)?;
+    let mut body = Vec::new();
+    (&file).take(12).read_to_end(&mut body)?;
+    let Some(&[a, b, c, d]) = body.get(8..12) else { return Ok(None) };
+    let len = u32::from_le_bytes([a, b, c, d]);
+    file.take(u64::from(len)).read_to_end(&mut body)?;
+    Ok(split_header(&body).map(|(header, _)| header))
 }
 
 impl Header {

@@ -191,6 +191,30 @@ fn files_of_other_identities_make_room_first() {
     assert!(theirs.exists());
 }
 
+/// A file of our name that is no entry does not take away the one that is written in its place.
+#[test]
+fn what_was_not_written_to_its_end_is_removed_on_opening() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = |key: u8| dir.path().join(format!("{}.prefix", hex(&[key; 16])));
+    let other = head("another", &description(7, None), &page(0)).expect("encodes");
+    let broken = [vec![0; 5000], Vec::new(), b"DIPREFX1".to_vec(), other.clone()];
+    for (key, bytes) in (1..).zip(&broken) {
+        fs::write(path(key), bytes).expect("can be written");
+    }
+    fs::write(path(7), other).expect("can be written");
+    let mut disk = open(dir.path(), limits(6000));
+    (1..=4).for_each(|key| assert!(!path(key).exists(), "{key} is nobody's"));
+    assert!(path(7).exists(), "it is another's");
+    assert!(disk.put(description(1, None), page(1000)).is_empty());
+    assert!(read(&mut disk, &[1; 16]).is_some());
+    // One that could not be read on opening, and may be another user's.
+    disk.others.push_front((path(1), 5000));
+    disk.other_bytes += 5000;
+    assert!(disk.put(description(2, None), page(1000)).is_empty());
+    assert!(read(&mut disk, &[1; 16]).is_some() && read(&mut disk, &[2; 16]).is_some());
+    assert!(disk.other_bytes < 5000);
+}
+
 #[test]
 fn a_directory_that_cannot_be_written_is_refused() {
     let folder = tempfile::tempdir().expect("a directory");
