@@ -198,10 +198,15 @@ impl Disk {
         let bytes = entry.bytes();
         let waiting = self.queued_bytes.saturating_add(bytes);
         let full = self.queued_bytes > 0 && waiting > self.limits.queue;
+        if full && description.lowest.is_none() && self.files.contains_key(&key) {
+            // The file that is there has the same bytes: a page's key determines them.
+            self.order.put_last(key);
+            return std::mem::take(&mut self.lost);
+        }
         let head = head(&self.identity, &description, &entry);
         let Some(head) = head.filter(|_| !full) else {
             self.losses.skipped += 1;
-            // A file that is there may not be what the index was told last.
+            // A state that is there may not be what the index was told last.
             self.lose(key);
             return std::mem::take(&mut self.lost);
         };

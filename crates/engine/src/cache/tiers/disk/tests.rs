@@ -316,7 +316,9 @@ fn what_waits_to_be_written_is_bounded() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut disk = open(dir.path(), Limits { files: 1 << 30, queue: 1000 });
     let hold = disk.workers.hold(false);
-    assert!(disk.put(description(1, None), page(400)).is_empty());
+    let state =
+        |bytes| Entry::State(Arc::new(Snapshot { slot: vec![5; bytes], ..Snapshot::default() }));
+    assert!(disk.put(description(1, Some(0)), state(400)).is_empty());
     assert!(disk.put(description(2, None), page(400)).is_empty());
     for key in 3..50 {
         assert_eq!(disk.put(description(key, None), page(400)), [[key; 16]]);
@@ -324,8 +326,8 @@ fn what_waits_to_be_written_is_bounded() {
     }
     assert_eq!((disk.queued_bytes, disk.queued.len(), disk.files.len()), (800, 2, 2));
     assert_eq!(disk.losses(), Losses { failed: 0, skipped: 47 });
-    // A file of an entry that is not taken again may be another than the index knows.
-    assert_eq!(disk.put(description(1, None), page(400)), [[1; 16]]);
+    // The file of a state that is not taken again may be another than the index knows.
+    assert_eq!(disk.put(description(1, Some(0)), state(400)), [[1; 16]]);
     assert!(matches!(disk.get(&[1; 16]), Stored::Missing));
     drop(hold);
     finish(&mut disk);
@@ -336,6 +338,27 @@ fn what_waits_to_be_written_is_bounded() {
     assert!(read(&mut disk, &[3; 16]).is_some());
     let files = fs::read_dir(dir.path()).expect("is there").count();
     assert_eq!(files, disk.files.len());
+}
+
+/// A page that is saved again is the same.
+#[test]
+fn a_full_queue_leaves_pages_where_they_are() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut disk = open(dir.path(), Limits { files: 1 << 30, queue: 500 });
+    for key in 1..=2 {
+        assert!(disk.put(description(key, None), page(400)).is_empty());
+        finish(&mut disk);
+    }
+    let hold = disk.workers.hold(false);
+    assert!(disk.put(description(3, None), page(400)).is_empty());
+    for key in [1, 3] {
+        assert!(disk.put(description(key, None), page(400)).is_empty());
+        assert!(disk.holds(&[key; 16]));
+    }
+    assert_eq!((disk.queued_bytes, disk.losses()), (400, Losses::default()));
+    assert_eq!(disk.order.first(), Some([2; 16]), "the first is used");
+    drop(hold);
+    assert!((1..=3).all(|key| read(&mut disk, &[key; 16]).is_some()));
 }
 
 /// Waits until something has been read.
