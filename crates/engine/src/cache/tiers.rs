@@ -298,6 +298,24 @@ mod tests {
         assert!(matches!(tiers.get(&[2; 16]), Stored::Here(_)));
     }
 
+    /// Its file made room while it was being read, and what is read does not come.
+    #[test]
+    fn an_entry_that_makes_room_in_a_directory_that_hangs_is_gone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut tiers = Tiers::disk(0, folder.path(), 1000, b"model").expect("opens");
+        (1..=2).for_each(|key| announce(&mut tiers, key));
+        assert!(tiers.put([1; 16], page()).is_empty());
+        tiers.flush();
+        assert!(tiers.loaded().entries.is_empty());
+        let hang = tiers.hang();
+        assert!(matches!(tiers.get(&[1; 16]), Stored::Coming));
+        assert!(tiers.put([2; 16], page()).is_empty(), "the first is being read");
+        let loaded = tiers.loaded();
+        assert!(matches!(loaded.entries[..], [(key, None)] if key == [1; 16]));
+        assert_eq!(loaded.gone, [[1; 16]]);
+        drop(hang);
+    }
+
     #[test]
     fn an_entry_that_cannot_be_read_is_gone() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -335,6 +335,10 @@ impl Disk {
         if !self.reading.is_empty() && self.heard.elapsed() >= self.patience {
             self.silent = true;
             for key in self.reading.keys().copied().collect::<Vec<_>>() {
+                if self.doomed.contains(&key) {
+                    // It was here for as long as it was being read.
+                    self.lost.push(key);
+                }
                 self.end_reading(&key);
                 loaded.push((key, None));
             }
