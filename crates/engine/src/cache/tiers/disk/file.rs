@@ -7,7 +7,8 @@ use crate::cache::tiers::Entry;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
-use std::io::{self, ErrorKind::NotFound, Read, Write};
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,9 +78,11 @@ fn make_file(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Where [`try_to_write`] writes: a name that [`is_left_over`] knows.
-pub(super) fn trial(dir: &Path) -> PathBuf {
-    partial(&dir.join(hex(&Key::default())), std::process::id())
+/// Where [`try_to_write`] writes: a name that [`is_left_over`] knows, and another each time, as
+/// processes in containers may have the same number.
+fn trial(dir: &Path) -> PathBuf {
+    let random = || RandomState::new().hash_one(()).to_le_bytes();
+    partial(&dir.join(hex(&[random(), random()].concat())), std::process::id())
 }
 
 /// Writes a file to a directory and removes it. The error says which.
@@ -92,8 +95,6 @@ pub(super) fn try_to_write(dir: &Path) -> io::Result<()> {
     };
     let written = make_file(&path).and_then(write);
     let removed = fs::remove_file(&path);
-    // Another process may have removed it that has our number, in another container.
-    let removed = removed.or_else(|e| if e.kind() == NotFound { Ok(()) } else { Err(e) });
     let named = |e: io::Error| {
         let place = path.display();
         io::Error::new(e.kind(), format!("cannot write {place}: {e}"))

@@ -1,4 +1,4 @@
-use super::file::{decode, partial, trial, write_file};
+use super::file::{decode, partial, try_to_write, write_file};
 use super::*;
 use crate::cache::Snapshot;
 use proptest::prelude::*;
@@ -226,14 +226,29 @@ fn a_directory_that_cannot_be_written_is_refused() {
     fs::write(&file, "").expect("can be written");
     refused(&file.join("below"));
     refused(&file);
-    let dir = folder.path().join("full");
-    let trial = trial(&dir);
-    fs::create_dir_all(&trial).expect("can be made");
-    let message = refused(&dir);
-    assert!(message.contains(&trial.display().to_string()), "{message}");
-    fs::remove_dir(&trial).expect("is there");
+    if cfg!(target_os = "linux") {
+        // A directory in which nobody may make files.
+        let message = refused(Path::new("/proc/self/task"));
+        assert!(message.contains("cannot write /proc/self/task/"), "{message}");
+        assert!(message.contains(&format!(".{}.part: ", std::process::id())), "{message}");
+    }
+    let dir = folder.path().join("empty");
     drop(open(&dir, limits(1 << 20)));
     assert_eq!(fs::read_dir(&dir).expect("is there").count(), 0, "nothing is left of the trial");
+}
+
+/// Processes in containers may have the same number, and start at the same time.
+#[test]
+fn trials_do_not_get_into_each_others_way() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let tries = |_| (0..50).try_for_each(|_| try_to_write(dir.path()));
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|i| scope.spawn(move || tries(i))).collect();
+        for thread in threads {
+            thread.join().expect("does not panic").expect("can be written");
+        }
+    });
+    assert_eq!(fs::read_dir(dir.path()).expect("is there").count(), 0);
 }
 
 /// Prompts are in the files.
