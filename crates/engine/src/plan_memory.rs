@@ -318,7 +318,9 @@ fn host_tables_of(checkpoint: &Checkpoint) -> BTreeMap<String, u64> {
         let (height, width) = (rows as usize, cols as usize);
         let by_row = Format::Fp8Row32.scale_shape(height, width);
         let by_row = by_row.map(|(rows, groups)| [rows as u64, groups as u64]);
-        let bytes = rows.saturating_mul(cols.next_multiple_of(PADDED));
+        // A table without rows may claim any width.
+        let Some(padded) = cols.checked_next_multiple_of(PADDED) else { continue };
+        let bytes = rows.saturating_mul(padded);
         if bytes >= HOST_TABLE as u64
             && let Some(&[rows, groups]) = checkpoint.shape(&scales)
             && by_row == Some([rows, groups])

@@ -99,15 +99,20 @@ fn a_gpu_holds_weights_too_and_the_pool_takes_the_rest() {
     assert_eq!(plan.tokens_that_fill(1 << 60, 10_000), 16 * 10_112);
 }
 
-/// A checkpoint with one n-gram table of `rows` rows of 100 values, which takes no room on the disk.
-fn with_table(rows: u64, dtype: &str, groups: u64) -> (tempfile::TempDir, Checkpoint) {
+/// A checkpoint with one n-gram table of `rows` rows of `cols` values, which takes no room on the
+/// disk.
+fn with_table(
+    (rows, cols): (u64, u64),
+    dtype: &str,
+    groups: u64,
+) -> (tempfile::TempDir, Checkpoint) {
     let folder = tempfile::tempdir().expect("a folder");
     let config = checkpoint().config().to_json();
     std::fs::write(folder.path().join("config.json"), config).expect("can be written");
-    let (values, scales) = (rows * 100, rows * groups);
+    let (values, scales) = (rows * cols, rows * groups);
     let header = serde_json::json!({
         "layers.1.engram.embed.weight":
-            {"dtype": dtype, "shape": [rows, 100], "data_offsets": [0, values]},
+            {"dtype": dtype, "shape": [rows, cols], "data_offsets": [0, values]},
         "layers.1.engram.embed.scale":
             {"dtype": "F8_E8M0", "shape": [rows, groups], "data_offsets": [values, values + scales]},
     });
@@ -125,7 +130,7 @@ fn with_table(rows: u64, dtype: &str, groups: u64) -> (tempfile::TempDir, Checkp
 #[test]
 fn tables_that_a_gpu_reads_from_host_memory_must_fit_there() {
     let plan = |rows, dtype, groups| {
-        let (_folder, checkpoint) = with_table(rows, dtype, groups);
+        let (_folder, checkpoint) = with_table((rows, 100), dtype, groups);
         MemoryPlan::new(&checkpoint, &EngineConfig::default()).expect("fits together")
     };
     // Rows are padded to 128 values; they have four scales each.
@@ -145,6 +150,16 @@ fn tables_that_a_gpu_reads_from_host_memory_must_fit_there() {
         let plan = plan(rows, dtype, groups);
         assert_eq!((plan.host_tables, plan.device_weights), (0, rows * (100 + groups)));
         assert_eq!(plan.check_tables(0), Ok(()));
+    }
+}
+
+/// A header may say anything that comes to no bytes.
+#[test]
+fn a_table_without_rows_may_be_of_any_width() {
+    for cols in [u64::MAX, u64::MAX - 63, u64::MAX - 64] {
+        let (_folder, checkpoint) = with_table((0, cols), "F8_E4M3", cols.div_ceil(32));
+        let plan = MemoryPlan::new(&checkpoint, &EngineConfig::default()).expect("fits together");
+        assert_eq!((plan.host_tables, plan.device_weights), (0, 0));
     }
 }
 
