@@ -243,10 +243,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (decode, prefill) = (end.decode.since(first.decode), end.prefill.since(first.prefill));
     let rows = prefill.seconds - prefill.count * decode.seconds / decode.count;
     println!(
-        "the prompt beside them: {beside:.2} s, {:.2} times alone, {:.2} at that speed; {rows:.2} s \
-         for rows of prompts",
-        beside / alone,
-        speed * beside / alone
+        "the prompt beside them: {beside:.2} s, {:.2} times alone; {rows:.2} s for rows of prompts",
+        beside / alone
     );
     for (name, steps) in [("only decoded", decode), ("read prompts", prefill)] {
         let Steps { count, seconds } = steps;
