@@ -126,13 +126,19 @@ fn a_batch_ends_before_a_stop_string() {
     }
 }
 
-#[test]
-fn a_batch_leaves_other_files_alone() {
+/// A folder with a file `in` of one request.
+fn one_request() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = |name: &str| folder.path().join(name).display().to_string();
     let request =
         r#"{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}"#;
-    std::fs::write(path("in"), request).expect("it writes");
+    std::fs::write(folder.path().join("in"), request).expect("it writes");
+    folder
+}
+
+#[test]
+fn a_batch_leaves_other_files_alone() {
+    let folder = one_request();
+    let path = |name: &str| folder.path().join(name).display().to_string();
     std::fs::write(path("notes"), "precious notes without newline").expect("it writes");
     let model = tiny();
     for output in ["notes", "in"] {
@@ -157,11 +163,8 @@ fn a_batch_leaves_other_files_alone() {
 #[cfg(target_os = "linux")]
 #[test]
 fn answers_that_nobody_reads_are_an_error() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = one_request();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let request =
-        r#"{"custom_id":"a","url":"/v1/completions","body":{"prompt":"x","max_tokens":2}}"#;
-    std::fs::write(path("in"), request).expect("it writes");
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     let done = Command::new(env!("CARGO_BIN_EXE_deepinfer"))
