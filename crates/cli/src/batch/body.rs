@@ -470,6 +470,30 @@ mod tests {
         }
     }
 
+    /// Calls are read where they may be made, and nowhere else.
+    #[test]
+    fn calls_that_are_not_allowed_are_not_read() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/tiny-a/tokenizer.json");
+        let tokenizer = Tokenizer::from_bytes(std::fs::read(path).expect("it is there"));
+        let tokenizer = tokenizer.expect("it loads");
+        let template = ChatTemplate::new(&tokenizer).expect("it has the tokens");
+        let reads = |extra: Value| {
+            let function = json!({"name": "f", "parameters": {"type": "object"}});
+            let mut body = json!({"messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function", "function": function}]});
+            body.as_object_mut().expect("one").extend(extra.as_object().expect("one").clone());
+            let line = json!({"custom_id": "a", "url": "/v1/chat/completions", "body": body});
+            let line = Line::parse(&line.to_string()).expect("it is JSON");
+            match line.job(&tokenizer, Some(&template), 1 << 20).expect("it is taken").kind {
+                Kind::Chat { tools, .. } => tools,
+                _ => panic!("no chat"),
+            }
+        };
+        assert!(reads(json!({})) && reads(json!({"tool_choice": "auto"})));
+        assert!(!reads(json!({"tool_choice": "none"})));
+        assert!(!reads(json!({"tools": []})));
+    }
+
     fn taken<T: serde::de::DeserializeOwned>(body: &str, own: &[&str]) -> (T, Common) {
         let text = format!(r#"{{"custom_id":"a","url":"/v1/completions","body":{body}}}"#);
         let line = Line::parse(&text).expect("it is JSON");
